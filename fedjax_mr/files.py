@@ -15,7 +15,7 @@ from fedjax_mr.errors import UserError
 # Windows cannot open a folder, and some network file systems cannot sync one; then its list of names is not synced.
 _NO_SYNC_OF_FOLDERS = {errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP}
 
-CHECKSUM = "checksum"  # the first entry of a JSON object, so that a user can remove its line
+CHECKSUM = "checksum"  # entry of the JSON objects of version 0.3.0
 
 
 @contextlib.contextmanager
@@ -134,13 +134,8 @@ def refuse_links(folder: Path | str) -> None:
         raise UserError(f"cannot read {folder} ({error.strerror})") from None
 
 
-def with_checksum(values: dict[str, Any]) -> dict[str, Any]:
-    """Add a checksum of all entries to a JSON object; `without_checksum` compares it."""
-    return {CHECKSUM: _checksum_of(values), **values}
-
-
 def without_checksum(values: Any) -> dict[str, Any]:
-    """Verify the checksum of a JSON object and return the object without it; version 0.2 and earlier wrote none.
+    """Return a JSON object without the checksum that version 0.3.0 wrote into it, after comparing that.
 
     Raises:
       ValueError: the value is not an object, or its entries have changed.
@@ -148,21 +143,10 @@ def without_checksum(values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError("it is not a JSON object")
     content = {name: value for name, value in values.items() if name != CHECKSUM}
-    if CHECKSUM in values and values[CHECKSUM] != _checksum_of(content):
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    if values.get(CHECKSUM, checksum) != checksum:
         raise ValueError(
             f'its values do not fit its checksum: put back the file as it was, or remove the line "{CHECKSUM}" if the '
             "change was intended"
         )
     return content
-
-
-def _checksum_of(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def checksum(path: Path | str) -> str | None:
-    """The SHA-256 of a regular file, or None if it does not exist."""
-    if not os.path.isfile(path):
-        return None
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -181,18 +181,9 @@ def test_imports_stand_at_the_top():
         assert ours == [], name
 
 
-# No public name leads to JAX's store of texts (0.10 to 0.12); used, and imported, by runs of several processes alone.
-PRIVATE = {
-    "experiment.processes": [
-        *("jax._src.distributed", "jax._src.distributed.global_state"),
-        *("jax._src.clusters", "jax._src.clusters.ClusterEnv"),
-    ]
-}
-
-
 def test_no_private_module_of_jax():
     for name, tree in modules():
-        assert [dotted for dotted in imported(tree) if dotted.startswith("jax._src")] == PRIVATE.get(name, []), name
+        assert [dotted for dotted in imported(tree) if dotted.startswith("jax._src")] == [], name
 
 
 def test_only_public_modules_of_flower():

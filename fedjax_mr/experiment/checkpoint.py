@@ -1,8 +1,8 @@
 """Checkpoints: the state that the next round needs, written by orbax and verified when it is read.
 
-Fills: neither orbax nor TensorStore detects every flipped byte, and orbax has no fallback to an older checkpoint.
+Fills: orbax has no fallback to an older checkpoint.
 
-A checkpoint is the folder ``ROUND`` with orbax's files and a manifest of their checksums. It is written under a
+A checkpoint is the folder ``ROUND`` with orbax's files and their `manifest`. It is written under a
 temporary name and renamed after all of it has reached the disk. Older checkpoints are removed after that. So the
 process may be killed, or the power may fail, at any moment.
 """
@@ -11,13 +11,11 @@ import contextlib
 import errno
 import functools
 import itertools
-import json
 import logging
 import os
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import files, untrusted
+from fedjax_mr import files
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import manifest
+from fedjax_mr.experiment.manifest import MANIFEST, DamageError
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.models import Model, parts
 
-MANIFEST = "manifest.json"
+SCHEMA = {"round": int, "meta": dict, "leaves": {str: str}}  # of a manifest, beside its files
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what orbax raises for damaged files
 _PARTIAL, _DISCARDED, _DAMAGED = ".partial-", ".discarded-", "damaged-"
 _ROUND = re.compile(r"0|[1-9]\d{0,17}", re.ASCII)
@@ -73,8 +73,8 @@ class Checkpoints:
     def meta(self, round: int) -> dict[str, Any]:
         """The dictionary that was saved with a checkpoint, or {} if it is damaged. The arrays are not read."""
         try:
-            return _manifest(self.folder / str(round))["meta"]
-        except _DamageError:
+            return _content(self.folder / str(round))["meta"]
+        except DamageError:
             return {}
 
     def kept_memories(self, round: int | None = None) -> int | None:
@@ -125,14 +125,13 @@ class Checkpoints:
         def complete() -> None:
             if filled:
                 _require_readable(partial / "arrays", filled)
-            content = {
-                "round": round,
-                "meta": meta,
-                "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
-                "files": {str(path.relative_to(partial)): _checksum(path) for path in _files(partial)},
-            }
-            manifest = {"content": content, "checksum": _content_checksum(content)}
-            (partial / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+            text = manifest.text_of(
+                {str(path.relative_to(partial)): manifest.crc(path) for path in _files(partial)},
+                round=round,
+                meta=meta,
+                leaves={name: _describe(leaf) for name, leaf in leaves.items()},
+            )
+            (partial / MANIFEST).write_text(text, encoding="utf-8")
             # Each process's TensorStore has synced its own files, but not the manifest and the names.
             files.sync_tree(partial)
             self._discard(round)
@@ -192,7 +191,7 @@ class Checkpoints:
             for round in reversed(self._numbered()):
                 try:
                     _verified(self.folder / str(round))
-                except _DamageError as damage:
+                except DamageError as damage:
                     damaged[round] = str(damage)
                 else:
                     names = {each: self._rename_damaged(each) for each in damaged}
@@ -257,7 +256,7 @@ class Checkpoints:
             blank = {name: np.empty(_data_shape(leaf), _data_dtype(leaf)) for name, leaf in expected.items()}
             filled = {name: leaf for name, leaf in blank.items() if leaf.size}
             saved = {**blank, **(_arrays(folder / "arrays", filled) if filled else {})}
-        except _DamageError as damage:
+        except DamageError as damage:
             remedy = "--resume continues from the previous checkpoint"
             if round == self.rounds()[0]:
                 remedy = "there is no earlier one, so start anew"
@@ -296,7 +295,7 @@ def _arrays(folder: Path, filled: dict[str, np.ndarray]) -> dict[str, np.ndarray
     try:
         return _orbax().restore(folder, filled)
     except _UNREADABLE as error:
-        raise _DamageError(f"orbax cannot read it: {' '.join(str(error).split())[:200]}") from None
+        raise DamageError(f"orbax cannot read it: {' '.join(str(error).split())[:200]}") from None
 
 
 def save_arrays(folder: Path, tree: Any) -> None:
@@ -370,10 +369,6 @@ def _remove_incomplete(folder: Path) -> None:
             return
 
 
-class _DamageError(Exception):
-    """A checkpoint differs from the one that was written."""
-
-
 def import_ahead() -> None:
     """Import orbax, which the first `Checkpoints.save` would do otherwise."""
     _orbax()
@@ -435,47 +430,26 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _checksum(path: Path) -> int:
-    if path.exists() and not path.is_file():  # reading a named pipe would never end
-        raise _DamageError(f"{path.name} is not a file")
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
+def _content(folder: Path) -> dict[str, Any]:
+    """Read and check the manifest.
 
-
-def _content_checksum(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    """Read and check the manifest."""
-    try:
-        manifest = untrusted.parse_json(untrusted.read_text(folder / MANIFEST))
-        content = manifest["content"]
-        if manifest["checksum"] != _content_checksum(content):
-            raise _DamageError(f"{MANIFEST} was changed")
-        if missing := [name for name in ("meta", "leaves", "files") if not isinstance(content.get(name), dict)]:
-            raise _DamageError(f"{MANIFEST} has no {' and no '.join(missing)}")
-        if str(content.get("round")) != folder.name:
-            raise _DamageError(f"it is the checkpoint of round {content.get('round')}")
-        return content
-    except FileNotFoundError:
-        raise _DamageError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _DamageError(f"{MANIFEST} cannot be read: {' '.join(str(error).split())}") from None
+    Raises:
+      DamageError: it is missing, damaged, or of another checkpoint.
+    """
+    content = manifest.read(folder, SCHEMA)
+    if str(content["round"]) != folder.name:
+        raise DamageError(f"it is the checkpoint of round {content['round']}")
+    return content
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """Read and check the manifest and all files that it lists."""
-    content = _manifest(folder)
-    try:
-        for name, checksum in content["files"].items():
-            if _checksum(folder / name) != checksum:
-                raise _DamageError(f"{name} was changed")
-    except FileNotFoundError as error:
-        raise _DamageError(f"{os.path.relpath(error.filename, folder)} is missing") from None
-    except (OSError, ValueError) as error:
-        raise _DamageError(f"{name} cannot be read: {' '.join(str(error).split())}") from None
+    """Read and check the manifest and all files that it names.
+
+    Raises:
+      DamageError: one of them is missing or damaged.
+    """
+    content = _content(folder)
+    for name in content["files"]:
+        if reason := manifest.fault(folder, content, name):
+            raise DamageError(f"{name} {reason}")
     return content

@@ -14,7 +14,7 @@ from fedjax_mr.client.schedules import SCHEDULES
 from fedjax_mr.data import LABEL_MODES, SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports, kept, settings
+from fedjax_mr.experiment import imports, kept, manifest, settings
 from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.precision import PRECISIONS
@@ -570,7 +570,7 @@ def save(config: Config, folder: Path | str) -> None:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     imports.keep(config.imports, folder / imports.FOLDER)
     with files.atomic_write(folder / "config.json") as path:
-        path.write_text(json.dumps(files.with_checksum(to_json(config)), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(to_json(config), indent=2) + "\n", encoding="utf-8")
 
 
 def load(folder: Path | str) -> Config:
@@ -583,10 +583,11 @@ def load(folder: Path | str) -> Config:
     """
     path = Path(folder) / "config.json"
     try:
-        kept_run = kept.run(folder)
-        values = (
-            kept_run.config if kept_run else files.without_checksum(untrusted.parse_json(untrusted.read_text(path)))
-        )
+        if kept_run := kept.run(folder):
+            values = kept_run.config
+        else:
+            manifest.require_unchanged(folder, path.name)
+            values = files.without_checksum(untrusted.parse_json(untrusted.read_text(path)))
         config = _build(_before(values["strategy"]) | values)
         if config.strategy not in STRATEGIES:
             common = {setting.flag for setting in settings.settings_of(Config)}

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedjax_mr import plots
 from fedjax_mr.clock import Events
-from fedjax_mr.data import FederatedData, partition_file
+from fedjax_mr.data import FederatedData
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine import program
 from fedjax_mr.engine.devices import compiler_flags, settings_of_numbers
@@ -34,7 +34,6 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import (
     MetricsRow,
     RunFolder,
-    damaged_files,
     read_rows,
     read_summary,
     require_same_data,
@@ -192,7 +191,7 @@ class Experiment:
         self.traffic = tuple(meta["traffic"])
         self.compile_seconds_before = meta["compile_seconds"]
         done = int(progress.round)
-        self.processes.on_first(lambda: self._repair(meta))
+        self.processes.on_first(self._repair)
         self.ended_before = self.processes.on_first(lambda: self._summary_before(done))
         if self.ended_before is not None:
             return self.rounds.place(progress), done
@@ -245,29 +244,19 @@ class Experiment:
     def _begin(self) -> None:
         """Write the configuration and the partition into the run folder before the first round."""
         self.folder.begin(self.config)
-        self._describe_data()
+        self.folder.write_data(self.federated)
 
-    def _describe_data(self) -> None:
-        """Write the partition and the facts of the samples (shape, dtype, normalisation)."""
-        if self.federated.plan is not None:
-            partition_file.save(self.federated.plan, self.folder.path / "partition.npz")
-        Facts.of(self.federated.dataset).save(self.folder.path)
-
-    def _repair(self, meta: dict[str, Any]) -> None:
-        """Rewrite these files if they differ from those of the checkpoint. The data are unchanged."""
-        if damaged := damaged_files(self.folder.path, meta):
-            self._describe_data()
+    def _repair(self) -> None:
+        if damaged := self.folder.repair(self.federated):
             print(
                 f"fedjax-mr: damaged or missing files of {self.folder.path} are written again: {', '.join(damaged)}",
                 file=sys.stderr,
             )
 
     def _save(self, progress: Progress, done: int) -> None:
-        self.processes.on_first(self.folder.sync)  # a checkpoint is never newer than its metrics
-        regular = lambda round: round % self.config.eval_every == 0
+        self.processes.on_first(self.folder.seal)  # a checkpoint is never newer than its metrics
         meta = {
             "rows": len(self.folder.rows()),
-            "checksums": self.folder.checksums(due=regular) if self.processes.writes else {},
             "data": self.federated.hash(),
             "test_data": self.federated.test_hash,
             "frozen": self.frozen,

@@ -3,53 +3,49 @@
 import contextlib
 import csv
 import dataclasses
-import functools
 import os
 import re
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedjax_mr import files, registry
-from fedjax_mr.data import FederatedData, npz
+from fedjax_mr.data import FederatedData, npz, partition_file
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, kept
+from fedjax_mr.experiment import imports, kept, manifest
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.locks import lock
+from fedjax_mr.experiment.manifest import MANIFEST, REMEDY
 from fedjax_mr.experiment.rows import (
     COLUMNS,
-    EVALUATIONS,
-    REMEDY,
     MetricsRow,
-    checksums,
     csv_writer,
     line_of,
-    next_checksum,
     plain_numbers,
     read_rows,
-    read_summary,
-    require_counted,
     write_summary,
 )
+from fedjax_mr.experiment.rows import read_summary as read_summary
 
 RUNS = "runs"  # parent folder of runs without --run_dir
-FIXED = ("samples.json", "partition.npz")  # files that are written before the first round and never change
+DATA = ("samples.json", "partition.npz")  # files about the data, which do not change
 STATES = ("new", "started", "diverged", "finished")  # of a run folder, in order; "new" has no checkpoint
 PICTURES = ("png", "pdf", "svg")  # --picture_format
 ARRIVALS = "arrivals.json"  # the seconds of asynchronous real clients, in the folder of their run
 REAL_CLIENTS = "clients.json"  # the identities of real clients, in the folder of their run
 CONTENTS = (
-    "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json", "diverged.txt",
-    "clients.csv", *(f"{name}.{format}" for name in ("personal", "curves") for format in PICTURES), "partition.npz",
-    *(f"partition.{format}" for format in PICTURES), "samples.json", "logs.json", REAL_CLIENTS, ARRIVALS, "imports",
-    "config.json", "run.flags",
+    MANIFEST, "analysis", "checkpoints", "info", "tensorboard", "metrics.jsonl", "metrics.csv", "summary.json",
+    "diverged.txt", "clients.csv", *(f"{name}.{format}" for name in ("personal", "curves") for format in PICTURES),
+    "partition.npz", *(f"partition.{format}" for format in PICTURES), "samples.json", "logs.json",
+    REAL_CLIENTS, ARRIVALS, "imports", "config.json", "run.flags",
 )  # fmt: skip
 """All files of a run folder, in the order in which overwriting removes them. ``run.flags`` is written first and removed
 last, so that a folder is recognised as a run folder after a kill at any moment."""
@@ -87,12 +83,15 @@ class RunFolder:
         self._created = created
         self._begun = False
         self._locked_before = (path / ".lock").exists()
-        self._set_rows([])
+        self._rows: list[MetricsRow] = []
         self._columns: list[str] | None = None  # of the csv file, once this process has written it
+        self._sealed: dict[str, dict[str, int]] = {"files": {}, "sizes": {}}  # the content of the manifest
         if writes:
             self._unlock = weakref.finalize(self, os.close, lock(path))
         if resumed and (path / "metrics.jsonl").exists():
-            self._set_rows(read_rows(path))
+            self._rows = read_rows(path)
+        if resumed:
+            self._sealed |= manifest.read_run(path)
 
     @staticmethod
     def check(config: Config) -> None:
@@ -151,7 +150,8 @@ class RunFolder:
             self._clear()
         except OSError as error:
             raise UserError(f"cannot write into {self.path} ({error.strerror})") from None
-        configuration.save(config, self.path)
+        with self._sealing("config.json"):
+            configuration.save(config, self.path)
 
     def close(self) -> None:
         """Remove all that this object has created, unless the run is ``to_keep``, and unlock the folder."""
@@ -175,10 +175,47 @@ class RunFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        self._set_rows([])
+        self._rows, self._sealed = [], {"files": {}, "sizes": {}}
 
-    def _set_rows(self, rows: list[MetricsRow]) -> None:
-        self._rows, self._checksums = rows, checksums(rows)
+    @contextlib.contextmanager
+    def _sealing(self, *names: str) -> Iterator[None]:
+        """Leave files out of the manifest while the block writes them, and add their new checksums at its end.
+
+        So a kill at any moment leaves no file that seems damaged.
+        """
+        if not self.writes:
+            yield
+            return
+        if any(name in self._sealed["files"] for name in names):
+            for part in self._sealed.values():
+                for name in names:
+                    part.pop(name, None)
+            self._write_manifest()
+        yield
+        there = [name for name in names if (self.path / name).exists()]
+        self._sealed["files"] |= {name: manifest.crc(self.path / name) for name in there}
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
+        with files.atomic_write(self.path / MANIFEST) as path:
+            path.write_text(manifest.text_of(**self._sealed), encoding="utf-8")
+
+    def seal(self) -> None:
+        """Flush the evaluations so far to the disk and add them to the manifest.
+
+        Raises:
+          UserError: the folder cannot be written.
+        """
+        if not (self.writes and self._columns):
+            return
+        try:
+            for name in ("metrics.jsonl", "metrics.csv"):
+                files.sync(self.path / name)
+        except OSError as error:
+            raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
+        text = "".join(map(line_of, self._rows)).encode()  # not from the disk, where it may be damaged
+        self._sealed["files"]["metrics.jsonl"], self._sealed["sizes"]["metrics.jsonl"] = zlib.crc32(text), len(text)
+        self._write_manifest()
 
     def rows(self) -> list[MetricsRow]:
         """The evaluations so far; numbers that are not finite are None."""
@@ -195,7 +232,6 @@ class RunFolder:
           UserError: the files cannot be written.
         """
         numbers: MetricsRow = plain_numbers(row)
-        self._checksums.append(next_checksum(self._checksums[-1], numbers))
         self._rows.append(numbers)
         if not self.writes:
             return
@@ -209,34 +245,6 @@ class RunFolder:
                 csv_writer(file, self._columns).writerow(numbers)
         except OSError as error:
             raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
-
-    def sync(self) -> None:
-        """Flush all evaluations to the disk, so that they survive a power failure.
-
-        Raises:
-          UserError: they cannot be written to the disk.
-        """
-        try:
-            for name in ("metrics.jsonl", "metrics.csv") if self.writes and self._columns else ():
-                files.sync(self.path / name)
-        except OSError as error:
-            raise UserError(f"cannot write metrics into {self.path} ({error.strerror})") from error
-
-    def checksums(self, *, due: Callable[[int], bool]) -> dict[str, Any]:
-        """The checksums of the files that belong to a checkpoint, by name.
-
-        Args:
-          due: whether a round is evaluated even if it is not the last one. An evaluation that is not due is removed if
-            the run is extended; therefore the checksum without it is included.
-        """
-        last = self.last_row()
-        evaluations = self._checksums[-1:] if last is None or due(last["round"]) else self._checksums[:-3:-1]
-        return {EVALUATIONS: evaluations} | self._fixed
-
-    @functools.cached_property
-    def _fixed(self) -> dict[str, str]:
-        checksums = {name: files.checksum(self.path / name) for name in FIXED}
-        return {name: checksum for name, checksum in checksums.items() if checksum is not None}
 
     def cut(self, round: int, meta: Mapping[str, Any], *, due: Callable[[int], bool] = lambda round: True) -> None:
         """Remove the evaluations that are newer than the checkpoint from which the run continues.
@@ -257,19 +265,22 @@ class RunFolder:
             raise UserError(
                 f"{path} has {len(before)} evaluations up to round {round} and its checkpoint counts {count}: {REMEDY}"
             )
-        require_counted(self._rows, round, meta, path)
         for row in rows:
             if missing := [name for name in COLUMNS if name not in row]:
                 raise UserError(f"{path} is damaged (round {row['round']} has no {', '.join(missing)}): {REMEDY}")
         if wrong := [row["round"] for row in before if row["round"] != round and not due(row["round"])]:
             raise UserError(f"{path} is damaged (its evaluation of round {wrong[0]} is not due): {REMEDY}")
-        if self.writes:
-            (self.path / "diverged.txt").unlink(missing_ok=True)
-            if rows != self._rows:  # remove first the file that is computed from them
-                (self.path / "summary.json").unlink(missing_ok=True)
-        self._set_rows(rows)
-        if self.writes:
+        if not self.writes:
+            self._rows = rows
+            return
+        (self.path / "diverged.txt").unlink(missing_ok=True)
+        if rows != self._rows:  # remove first the file that is computed from them
+            (self.path / "summary.json").unlink(missing_ok=True)
+        unsealed = [name for name in ("config.json", *DATA) if name not in self._sealed["files"]]  # by version 0.3.0
+        with self._sealing("metrics.jsonl", *unsealed):
+            self._rows = rows
             self._rewrite()
+        self.seal()
 
     def extend(self, rounds: int) -> None:
         """Change the number of rounds of a resumed run, and remove the results of its earlier end.
@@ -283,7 +294,29 @@ class RunFolder:
         pictures = (f"{name}.{format}" for name in ("personal", "curves") for format in PICTURES)
         for name in ("summary.json", "clients.csv", *pictures):
             (self.path / name).unlink(missing_ok=True)
-        configuration.save(dataclasses.replace(saved, rounds=rounds), self.path)
+        with self._sealing("config.json"):
+            configuration.save(dataclasses.replace(saved, rounds=rounds), self.path)
+
+    def write_data(self, federated: FederatedData) -> None:
+        """Write the partition and the facts of the samples (shape, dtype, normalisation)."""
+        with self._sealing(*DATA):
+            if federated.plan is not None:
+                partition_file.save(federated.plan, self.path / "partition.npz")
+            Facts.of(federated.dataset).save(self.path)
+
+    def repair(self, federated: FederatedData) -> list[str]:
+        """Write the files about the data again if they are missing or differ from those of the run.
+
+        Args:
+          federated: the data, which are those of the run.
+
+        Returns:
+          The names of the damaged files.
+        """
+        damaged = [name for name in DATA if manifest.fault(self.path, self._sealed, name)]
+        if damaged:
+            self.write_data(federated)
+        return damaged
 
     def write_info(self, round: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write ``info/ROUND.npz``: arrays of a round that a strategy reports beside its metrics."""
@@ -317,11 +350,13 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``."""
-        write_summary(self.path, summary, self._checksums[-1])
+        with self._sealing("metrics.jsonl", "summary.json"):
+            write_summary(self.path, summary)
 
     def write_clients(self, table: Mapping[str, Sequence[Any]]) -> None:
         """Write ``clients.csv``, one row per client; numbers that are not finite are empty."""
         with (
+            self._sealing("clients.csv"),
             files.atomic_write(self.path / "clients.csv") as path,
             path.open("w", encoding="utf-8", newline="") as file,
         ):
@@ -353,18 +388,6 @@ def read_info(folder: Path | str, round: int) -> dict[str, np.ndarray]:
         raise UserError(f"{path} is damaged ({error})") from None
 
 
-def damaged_files(folder: Path, meta: Mapping[str, Any]) -> list[str]:
-    """The names of the files that have changed since a checkpoint, or are missing.
-
-    Args:
-      folder: the run folder.
-      meta: the dictionary that was saved with the checkpoint.
-    """
-    known = meta.get("checksums")
-    known = known if isinstance(known, dict) else {}
-    return [name for name in FIXED if name in known and files.checksum(folder / name) != known[name]]
-
-
 def require_same_data(folder: Path, meta: dict[str, Any], federated: FederatedData) -> None:
     """Check that the data are those of a checkpoint.
 
@@ -379,7 +402,8 @@ def require_same_data(folder: Path, meta: dict[str, Any], federated: FederatedDa
     if meta["data"] != federated.hash():
         raise UserError(f"{folder} was trained on other data: its partition hash is {meta['data']}")
     different = [] if meta.get("test_data", federated.test_hash) == federated.test_hash else ["the test samples"]
-    if "samples.json" not in damaged_files(folder, meta) and (saved := Facts.read(folder)) is not None:
+    intact = manifest.fault(folder, manifest.read_run(folder), "samples.json") is None
+    if intact and (saved := Facts.read(folder)) is not None:
         now = vars(Facts.of(federated.dataset)) | {"name": saved.name}
         different += [f"{name} was {old} and is {now[name]}" for name, old in vars(saved).items() if old != now[name]]
     if different:
@@ -395,8 +419,7 @@ def read_clients(folder: Path | str) -> list[dict[str, str]]:
       UserError: the folder has no such file, or the file has changed since the run ended.
     """
     path = Path(folder) / "clients.csv"
-    if run_state(folder) == "finished":
-        read_summary(folder)  # raises if the file does not match the checksum
+    manifest.require_unchanged(folder, path.name)
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return list(csv.DictReader(file))

@@ -19,12 +19,13 @@ from fedjax_mr.engine.round import Progress
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import manifest
 from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.federation import federated_data
-from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, damaged_files, read_rows, read_summary
+from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, read_rows, read_summary
 from fedjax_mr.experiment.rows import best_row
 from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.simulated_time import most_at_once
@@ -229,9 +230,8 @@ class SavedRun:
         return (self.folder / REAL_CLIENTS).exists()
 
     def _require_intact(self, name: str) -> None:
-        """Check that a file is unchanged since the checkpoint."""
-        round = self._checkpoints.latest() if self.checkpoint_round is None else self.checkpoint_round
-        if name in damaged_files(self.folder, self._checkpoints.meta(round or 0)):
+        """Check that a file about the data is unchanged."""
+        if manifest.fault(self.folder, manifest.read_run(self.folder), name):
             raise UserError(f"{self.folder / name} is damaged or missing: resuming the run (--resume) writes it again")
 
     @property

@@ -1,38 +1,39 @@
-"""Several processes in one run: joining them, agreeing, exchanging short texts, and naming a lost one.
+"""Several processes in one run: joining them, agreeing, exchanging short texts, and the end after a loss.
 
-Fills: `jax.distributed` neither names a missing process nor reacts to Ctrl-C, and no public function of JAX exchanges
-texts before devices are used or compares the settings of processes.
-
-JAX connects the processes (``jax.distributed``) and runs each program on all devices of all of them. The texts go
-through the key-value store of JAX's coordination service, which needs no device and no compiled program. JAX (0.10 to
-0.12) has no public name for the client of that store, nor for the place that a cluster assigns to a process. So
-`_coordination_state` and `_place_in_cluster` import from ``jax._src``, and only in runs of several processes.
+JAX does the work: `jax.distributed` connects the processes and notices a lost one, `multihost_utils` gathers arrays of
+all of them. A lost process makes JAX abort the others from C++, which no Python code survives. The last line that they
+print and their exit code are ours.
 """
 
+import atexit
 import contextlib
-import dataclasses
-import functools
-import itertools
+import ctypes
 import json
 import os
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from fedjax_mr.errors import LostError, UserError
-from fedjax_mr.experiment import coordination, heartbeats, interrupts, rendezvous
+from fedjax_mr.experiment import interrupts
 
-TIMEOUTS: dict[str, Any] = {  # of JAX, for its client and its service
-    "heartbeat_timeout_seconds": 60,  # then JAX aborts the other processes; `heartbeats` notices a loss much earlier
+TIMEOUTS: dict[str, Any] = {
+    "heartbeat_timeout_seconds": 30,  # a process that is silent for so long is lost
     "shutdown_timeout_seconds": 20,  # how long a process that has finished waits for the others
 }
 JOIN_SECONDS = 300  # default of --join_timeout
-CONNECT_SECONDS = 60  # how long JAX may take to connect processes that have met
-LEAVE_SECONDS = 5  # how long a process waits for the others to exit together after an error
-EXCHANGE_SECONDS = 24 * 3600  # practically unlimited, because `heartbeats` notices a lost process
+LEAVE_SECONDS = 5  # how long a process waits for the others to leave together after an error
+LAST_SECONDS = 2  # process 0 exits this much later, because JAX aborts the others when it has gone
+COUNTS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # variables with the number of processes
+GO_ON = "go on with --resume"
 
 # Status codes of errors that a lost process causes in the others, and libraries whose errors have no code of their own.
 _CODES_OF_LOSS = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
@@ -49,21 +50,19 @@ class Processes:
       count: number of processes.
     """
 
-    def __init__(self, index: int, count: int, client: Any = None, watch: heartbeats.Heartbeats | None = None) -> None:
-        """Describe the place of this process; `join_processes` connects it.
+    def __init__(
+        self, index: int, count: int, gather: Callable[[np.ndarray], np.ndarray] = multihost_utils.process_allgather
+    ) -> None:
+        """Describe the place of this process among those that `join_processes` has connected.
 
         Args:
           index: number of this process.
-          count: number of processes.
-          client: client of JAX's coordination service, if there are several processes.
-          watch: the heartbeats, if there are several processes.
+          count: number of processes P.
+          gather: the function that stacks the arrays of all processes, [...] -> [P, ...].
         """
         self.index = index
         self.count = count
-        self._client = client
-        self._watch = watch
-        self._exchanges = itertools.count()
-        self._previous: str | None = None  # name of this process's text in the exchange before
+        self._gather = gather
 
     @property
     def writes(self) -> bool:
@@ -78,15 +77,12 @@ class Processes:
         """
         if self.count == 1:
             return [text]
-        number = next(self._exchanges)
-        names = [f"fedjax_mr/{number}/{process}" for process in range(self.count)]
-        with self.lost_by_name():
-            self._client.key_value_set(names[self.index], text)
-            texts = [self._client.blocking_key_value_get(name, EXCHANGE_SECONDS * 1000) for name in names]
-            if self._previous:  # every process has sent its text, so it has read those of the previous exchange
-                self._client.key_value_delete(self._previous)
-        self._previous = names[self.index]
-        return texts
+        content = np.frombuffer(text.encode(), np.uint8)
+        with lost_in_one_line():
+            sizes = self._gather(np.int32(len(content)))
+            width = 1 << int(sizes.max()).bit_length()  # few widths, so JAX compiles few programs
+            rows = self._gather(np.pad(content, (0, width - len(content))))
+        return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
     def together(self, function: Callable[[], T]) -> T:
         """Call ``function``, wait until it has succeeded in all processes, and return this process's result.
@@ -143,75 +139,17 @@ class Processes:
             if different:
                 raise UserError(f"process {process} on {host} was started differently: {'; '.join(different)}")
 
-    @contextlib.contextmanager
-    def lost_by_name(self) -> Iterator[None]:
-        """Replace the error that JAX raises after the loss of another process by one line that names it.
-
-        Raises:
-          LostError: a transfer failed and another process is lost.
-        """
-        try:
-            yield
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises both, with the same text
-            if self._watch is None or not _may_be_a_loss(error):
-                raise
-            lost = self._watch.find_lost()
-            if not lost:
-                raise
-            reason = " ".join(str(error).split())[:160]
-            raise LostError(heartbeats.lost_line(lost, self.count, reason)) from None
-
-    def leave(self, code: int) -> None:
-        """After an error, wait a short time for the other processes; exit at once if they do not arrive."""
-        if self.count == 1:
-            return
-        try:
-            self._client.wait_at_barrier("fedjax_mr/leave", LEAVE_SECONDS * 1000)
-        except jax.errors.JaxRuntimeError:
-            heartbeats.exit_at_once(self.index, code)
-
 
 ALONE = Processes(0, 1)
 
 
-def _may_be_a_loss(error: Exception) -> bool:
-    code, _, _ = str(error).partition(":")  # JAX keeps the status code when it raises a ValueError
-    return code in _CODES_OF_LOSS or any(library in str(error) for library in _COLLECTIVES)
-
-
-@functools.cache
-def _membership() -> Processes:
-    """The place of this process. Cached, because a Python process can join only once."""
-    state = _coordination_state()
-    if state.client is None or state.num_processes == 1:
-        return ALONE
-    place = state.process_id, state.num_processes
-    return Processes(*place, state.client, heartbeats.watch(state.client, *place))
-
-
-def _coordination_state() -> Any:
-    """JAX's connection to the coordination service: the client, the process's number, the number of processes."""
-    try:
-        from jax._src.distributed import global_state
-    except ImportError:
-        raise UserError(f"JAX {jax.__version__} is too new for several processes: use 0.10 to 0.12") from None
-    return global_state
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The place of a process among those of its run, from the flags or the cluster."""
-
-    coordinator_address: str
-    num_processes: int
-    process_id: int
-    local_device_ids: list[int] | None = None
+# --- Joining ---------------------------------------------------------------------------------------------------------
 
 
 def join_processes(
     *, coordinator: str | None, num_processes: int | None, process_id: int | None, join_timeout: int = JOIN_SECONDS
-) -> Processes:
-    """Connect to the other processes of the run, before JAX uses a device.
+) -> int:
+    """Connect to the other processes of the run, before JAX uses a device. `connected` describes them afterwards.
 
     Without arguments, JAX detects SLURM, Open MPI, Kubernetes and Cloud TPUs. If it detects none, this process is the
     only one.
@@ -220,122 +158,168 @@ def join_processes(
       coordinator: host:port of process 0.
       num_processes: number of processes. 1 disables the detection.
       process_id: number of this process.
-      join_timeout: seconds to wait for the others.
+      join_timeout: seconds to wait for the others. Then the process exits with one line and code 4.
+
+    Returns:
+      The number of processes, as far as it is known before JAX starts: at least 2 if there are several.
 
     Raises:
-      LostError: a process did not arrive in time.
-      UserError: the arguments are inconsistent, or differ from those of the other processes.
+      UserError: the arguments are inconsistent, or process 0 cannot listen at its port.
     """
-    place_in_flags = (coordinator, num_processes, process_id)
-    if jax.distributed.is_initialized():
-        return _membership()
+    place = {"coordinator_address": coordinator, "num_processes": num_processes, "process_id": process_id}
     if num_processes == 1:
-        return ALONE
-    if any(each is not None for each in place_in_flags) and None in place_in_flags:
+        return 1
+    if len({each is None for each in place.values()}) == 2:
         raise UserError("--coordinator, --num_processes and --process_id belong together: set all three or none")
     if process_id is not None and num_processes is not None and process_id >= num_processes:
         raise UserError(f"--process_id={process_id} is not below --num_processes={num_processes}")
+    options: dict[str, Any] = {"initialization_timeout": join_timeout, **TIMEOUTS}
     if coordinator is not None:
-        rendezvous.address_of(coordinator)
-    if _jax_has_started():  # as in a notebook
-        if coordinator is not None:
-            raise UserError("--coordinator is too late: JAX has already started in this process")
-        return ALONE
-    if coordinator is not None and num_processes is not None and process_id is not None:
-        place: Place | None = Place(coordinator, num_processes, process_id)
-    else:
-        place = _place_in_cluster(join_timeout)
-    jax.config.update("jax_enable_preemption_service", False)  # the run handles SIGTERM
-    with contextlib.ExitStack() as until_joined:
-        if place is None:
-            options: dict[str, Any] = {"initialization_timeout": join_timeout}
-        else:
-            options = _meet(place, join_timeout, until_joined)
-        try:
-            jax.distributed.initialize(**options, **TIMEOUTS)
-        except ValueError:
-            if place is not None:
-                raise
-        except jax.errors.JaxRuntimeError as error:
-            raise UserError(f"cannot join the other processes ({' '.join(str(error).split())[:200]})") from None
-    return _membership() if jax.distributed.is_initialized() else ALONE
+        options |= place | {"cluster_detection_method": "deactivate"} | _listening(coordinator)
+    late = f"not all processes of the run arrived within {join_timeout} s (--join_timeout)"
+    before = _end_aborts_with(f"{late}: process 0 or another one is missing, or two have the same number")
+    if not jax.distributed.is_initialized() and not _join(options, coordinator):
+        _on_abort(before)
+        return 1
+    _end_aborts_with(f"another process of this run is lost, or JAX has failed: {GO_ON} (the reason is above)")
+    counts = (int(os.environ[name]) for name in COUNTS if os.environ.get(name, "").isdecimal())
+    return num_processes or max(2, next(counts, 2))
 
 
-def _meet(place: Place, seconds: int, until_joined: contextlib.ExitStack) -> dict[str, Any]:
-    """Wait for the other processes, and start the coordination service in process 0.
+def connected() -> Processes:
+    """The place of this process among those that have joined. JAX starts.
 
-    Args:
-      place: of this process.
-      seconds: to wait.
-      until_joined: stops the service if an exception leaves it.
-
-    Returns:
-      The arguments of `jax.distributed.initialize`.
+    Raises:
+      LostError: another process has not started JAX.
+      UserError: the processes have different numbers of devices.
     """
-    host, port = rendezvous.address_of(place.coordinator_address)
-    meeting = functools.partial(
-        rendezvous.meet,
-        place.coordinator_address,
-        process_id=place.process_id,
-        num_processes=place.num_processes,
-        seconds=seconds,
-    )
-    options = dataclasses.asdict(place) | {
-        "cluster_detection_method": "deactivate",
-        "initialization_timeout": CONNECT_SECONDS,
-    }
-    if place.process_id > 0:
-        meeting()
-        return options
-    if bind_address := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
-        host, port = rendezvous.address_of(bind_address)
-    else:
-        host = rendezvous.listening_address(host)
-    address = f"[{host or '::'}]:{port}" if not host or ":" in host else f"{host}:{port}"
-    try:
-        serve = until_joined.enter_context(coordination.prepared())
-        meeting(listen_at=(host, port))
-        serve(coordinator_bind_address=address, num_processes=place.num_processes, **TIMEOUTS)
-    except OSError as error:
+    if not jax.distributed.is_initialized():
+        return ALONE
+    with lost_in_one_line():
+        devices = jax.device_count()
+    if devices != jax.local_device_count() * jax.process_count():
         raise UserError(
-            f"cannot start JAX's coordination service at {address} ({error}): choose another port for --coordinator"
-        ) from None
-    return options | {"coordinator_bind_address": coordination.UNUSED}
+            f"process {jax.process_index()} has {jax.local_device_count()} of {devices} devices, but all "
+            f"{jax.process_count()} processes must have equally many"
+        )
+    return Processes(jax.process_index(), jax.process_count())
 
 
-def _jax_has_started() -> bool:
-    """Whether JAX has used its devices, after which it cannot connect to other processes."""
+def _join(options: dict[str, Any], coordinator: str | None) -> bool:
+    """Call `jax.distributed.initialize`. Return whether this process has joined others."""
+    jax.config.update("jax_enable_preemption_service", False)  # the run handles SIGTERM
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            jax.distributed.initialize(**options)
+        except Exception as error:
+            errors.append(error)
+
+    # JAX waits in C++, where Ctrl-C has no effect, so the main thread waits for a thread.
+    thread = threading.Thread(target=call, name="join", daemon=True)
+    thread.start()
+    thread.join()
+    match errors:
+        case []:
+            return True
+        case [jax.errors.JaxRuntimeError() as error]:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"cannot join the other processes ({reason}): is the port of --coordinator free?")
+        case [RuntimeError()] if coordinator is not None:
+            raise UserError("--coordinator is too late: JAX has already started in this process")
+        case [RuntimeError() | ValueError()] if coordinator is None:  # as in a notebook; or JAX has detected no cluster
+            return False
+    raise errors[0]
+
+
+def _listening(coordinator: str) -> dict[str, str]:
+    """Check ``host:port``. Return the option that keeps a port of the loopback closed to other machines.
+
+    Raises:
+      UserError: the text has another form, the port is not in 1..65535, or the host is unknown.
+    """
+    host, colon, port = coordinator.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port.isascii() and port.isdecimal()):
+        raise UserError(f"--coordinator={coordinator} is not of the form host:port")
+    if not 0 < int(port[:6]) < 2**16:
+        raise UserError(f"--coordinator={coordinator}: a port is a number from 1 to 65535")
     try:
-        jax.distributed.initialize(num_processes=0, process_id=0, cluster_detection_method="deactivate")
-    except ValueError:  # about the missing address, which JAX checks later than whether it has started
-        return False
-    except RuntimeError:
-        return True
-    raise AssertionError("JAX has connected to no address")
+        socket.getaddrinfo(host, None)
+    except (socket.gaierror, UnicodeError):  # UnicodeError: not a valid name
+        raise UserError(f"--coordinator={coordinator}: no address is known for the host {host!r}") from None
+    is_loopback = host in ("127.0.0.1", "::1", "localhost") and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
+    return {"coordinator_bind_address": coordinator} if is_loopback else {}
 
 
-def _place_in_cluster(seconds: int) -> Place | None:
-    """The place that a cluster assigns to this process, or None if JAX detects no cluster."""
+# --- The end after a loss --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lost_in_one_line() -> Iterator[None]:
+    """Replace the error that JAX raises after the loss of another process by one line.
+
+    Raises:
+      LostError: a transfer between processes has failed. The process then exits with code 4, even if a program catches
+        the error, because JAX could only wait for the others and abort.
+    """
     try:
-        from jax._src.clusters import ClusterEnv
-    except ImportError:  # a newer JAX: it detects the cluster and waits for the others itself
-        return None
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    detected = ClusterEnv.auto_detect_unset_distributed_params(address, None, None, None, None, seconds)
-    address, num_processes, process_id, local_device_ids = detected
-    if address is None or num_processes is None or process_id is None:
-        return None
-    if os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # JAX reads it if the argument is None
-        local_device_ids = None
-    return Place(address, num_processes, process_id, local_device_ids)  # type: ignore[arg-type]
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # JAX raises both, with the same text
+        code, _, _ = str(error).partition(":")  # JAX keeps the status code when it raises a ValueError
+        is_loss = code in _CODES_OF_LOSS or any(library in str(error) for library in _COLLECTIVES)
+        if not is_loss or not jax.distributed.is_initialized():
+            raise
+        atexit.register(_exit_at_once, LostError.exit_code)  # called before JAX's own function
+        reason = " ".join(str(error).split())[:160]
+        raise LostError(f"another process of this run is lost: {GO_ON} ({reason})") from None
+
+
+def _end_aborts_with(line: str) -> int | None:
+    """Let aborts of this process end with a line and code 4. Return the address of the function that was called before.
+
+    A handler of `signal.signal` would be too late: Python calls it in the main thread after the C code has returned.
+    """
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def end(_: int) -> None:
+        newline = "\n" if sys.stderr.isatty() else ""  # ends the line of a progress bar
+        os.write(2, f"{newline}fedjax-mr: {line}\n".encode())
+        os._exit(LostError.exit_code)
+
+    _handlers.append(end)
+    return _on_abort(ctypes.cast(end, ctypes.c_void_p).value)
+
+
+def _on_abort(address: int | None) -> int | None:
+    """Set the C function that an abort calls, by its address. Return the address of the one before."""
+    set_handler = ctypes.CDLL(None).signal
+    set_handler.restype, set_handler.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+    return set_handler(signal.SIGABRT, address)
+
+
+_handlers: list[Any] = []  # C holds no reference to them
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """Exit without JAX's wait for the other processes. Process 0 gives them time to say what happened."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if jax.process_index() == 0:
+        time.sleep(LAST_SECONDS)
+    os._exit(code)
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with ``code``, without waiting for lost processes."""
+    """Exit with ``code``. After an error, wait only a short time for other processes, which may not have failed."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if code and jax.distributed.is_initialized():
-        _membership().leave(code)
-    elif code:
+    if code:
         interrupts.leave_if_interrupted()  # do not wait for the threads of a download
+    if code and code != LostError.exit_code and jax.distributed.is_initialized():
+        waiting = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        waiting.start()
+        waiting.join(LEAVE_SECONDS)
+        os._exit(code)
     sys.exit(code)

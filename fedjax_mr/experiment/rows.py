@@ -1,13 +1,6 @@
-"""Evaluations as rows of numbers, and the summary of a run: written, read and verified.
-
-Each checkpoint contains a checksum of the evaluations before it, and ``summary.json`` one of all evaluations and one of
-itself, so a changed digit is detected. Folders of version 0.2 and earlier have no checksums; in these only impossible
-values are rejected.
-"""
+"""Evaluations as rows of numbers, and the summary of a run: written, read, and verified by the folder's manifest."""
 
 import csv
-import hashlib
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +9,7 @@ from typing import Any, TextIO
 
 from fedjax_mr import files, untrusted
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import kept
-from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.experiment import kept, manifest
 
 MetricsRow = dict[str, Any]
 
@@ -26,160 +18,76 @@ COLUMNS = (
 )  # fmt: skip
 """The columns of every run, in order: fractions in 0..1, nats, bytes, seconds. A strategy's own columns follow."""
 
-EVALUATIONS = "evaluations"  # entry of a checkpoint's checksums
-INPUTS = "made_from"  # entry of summary.json: checksums of the files from which it was computed
-REMEDY = "put back the whole file, or start anew with --overwrite"
+RESULTS = ("metrics.jsonl", "clients.csv", "summary.json")  # the files of a finished run that depend on each other
+MADE_FROM = "made_from"  # entry of version 0.3.0
 
 
 def read_rows(folder: Path | str) -> list[MetricsRow]:
-    """Read the evaluations of a run folder and verify them by the checksums of the newest checkpoint and the summary.
+    """Read the evaluations of a run folder and verify them by its manifest.
 
-    A last line without an end, from a killed process, is ignored.
+    While a run goes on, the manifest covers the evaluations up to the newest checkpoint. A last line without an end,
+    from a killed process, is ignored.
 
     Raises:
       UserError: the folder has no readable ``metrics.jsonl``, or the evaluations have changed.
     """
     if kept_run := kept.run(folder):
         return _possible(kept_run.rows, Path(folder))
-    path, checkpoints = Path(folder) / "metrics.jsonl", Checkpoints(Path(folder) / "checkpoints")
-    # Read before the evaluations, because a running process may append some.
-    newest = next(
-        ((round, meta) for round in reversed(checkpoints.rounds()) if (meta := checkpoints.meta(round))), None
-    )
-    in_summary = _inputs_of_summary(Path(folder)).get("metrics.jsonl")
+    path = Path(folder) / "metrics.jsonl"
     try:
+        manifest.require_unchanged(folder, path.name)
         complete, _, _ = untrusted.read_text(path).rpartition("\n")
-        rows = [untrusted.parse_json(line) for line in complete.splitlines()]
-        _require_possible(rows)
-        sums = checksums(rows)
+        return _possible([untrusted.parse_json(line) for line in complete.splitlines()], path)
     except OSError as error:
         raise UserError(f"{folder} is not a run folder with metrics ({path.name}: {error.strerror})") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error})") from None
-    if newest is not None:
-        require_counted(rows, *newest, path)
-    if in_summary not in (None, sums[-1]):
-        raise UserError(f"{path} is damaged (its evaluations do not belong to summary.json): {REMEDY}")
-    return rows
 
 
 def _possible(rows: list[Any], path: Path) -> list[MetricsRow]:
-    """The evaluations of a kept run.
+    """Check that values from a file are evaluations, in the order of their rounds, and return them.
 
     Raises:
-      UserError: some cannot be evaluations.
-    """
-    try:
-        _require_possible(rows)
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error})") from None
-    return list(rows)
-
-
-def _require_possible(rows: list[Any]) -> None:
-    """Check that values from a file are evaluations, in the order of their rounds.
-
-    Raises:
-      ValueError: a value is not an evaluation.
+      UserError: a value is not an evaluation.
     """
     before = 0
     for number, row in enumerate(rows, 1):
+        reason = None
         if not _is_row(row):
-            raise ValueError(f"line {number} is not an evaluation")
-        if row["round"] <= before:
-            raise ValueError(f"line {number} is of round {row['round']}, but the line before is of round {before}")
+            reason = "is not an evaluation"
+        elif row["round"] <= before:
+            reason = f"is of round {row['round']}, but the line before is of round {before}"
+        elif wrong := [name for name, value in row.items() if name.endswith("accuracy") and not 0 <= (value or 0) <= 1]:
+            reason = f"has {wrong[0]} {row[wrong[0]]}, which is not between 0 and 1"
+        if reason:
+            raise UserError(f"{path} is damaged (line {number} {reason})")
         before = row["round"]
-        for name, value in row.items():
-            if name.endswith("accuracy") and value is not None and not 0 <= value <= 1:
-                raise ValueError(f"line {number} has {name} {value}, which is not between 0 and 1")
+    return rows
 
 
-def checksums(rows: Iterable[MetricsRow]) -> list[str]:
-    """The checksums of the first 0, 1, 2, ... evaluations; each includes the previous one."""
-    return list(itertools.accumulate(rows, next_checksum, initial=""))
-
-
-def next_checksum(before: str, row: MetricsRow) -> str:
-    """The checksum after one more evaluation; ``before`` is the checksum without it."""
-    return hashlib.sha256((before + line_of(row)).encode()).hexdigest()
-
-
-def require_counted(rows: list[MetricsRow], round: int, meta: Mapping[str, Any], path: Path) -> None:
-    """Check that the evaluations start with those that a checkpoint counts.
-
-    The last of these may be missing if it was only made at the end of the run, and the run was extended since.
-
-    Args:
-      rows: the evaluations.
-      round: round of the checkpoint.
-      meta: the dictionary that was saved with the checkpoint.
-      path: path of the file, for the error.
-
-    Raises:
-      UserError: the evaluations are different.
-    """
-    if "rows" not in meta or "checksums" not in meta:  # an older version
-        return
-    try:
-        known, count = list(meta["checksums"].get(EVALUATIONS, [])), meta["rows"]
-        sums = checksums(rows)
-        fits = not known or sums[count:][:1] == known[:1]
-        extended = sums[count - 1 :][:1] == known[1:] != [] and all(row["round"] > round for row in rows[count - 1 :])
-    except (AttributeError, TypeError) as error:
-        raise UserError(f"the manifest of checkpoint {round} beside {path} is damaged ({error})") from None
-    if not (fits or extended):
-        raise UserError(f"{path} is damaged (not the {count} evaluations that checkpoint {round} counts): {REMEDY}")
-
-
-def write_summary(folder: Path, summary: Mapping[str, Any], evaluations: str) -> None:
-    """Write ``summary.json`` with its checksums.
-
-    Args:
-      folder: the run folder.
-      summary: the results.
-      evaluations: the checksum of all evaluations, from `checksums`.
-    """
-    inputs = {"metrics.jsonl": evaluations}
-    if clients := files.checksum(folder / "clients.csv"):
-        inputs["clients.csv"] = clients
-    content = files.with_checksum(plain_numbers(summary) | {INPUTS: inputs})
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write ``summary.json``."""
     with files.atomic_write(folder / "summary.json") as path:
-        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(plain_numbers(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_summary(folder: Path | str) -> dict[str, Any]:
     """Read the summary of a finished run.
 
     Raises:
-      UserError: the folder has no readable ``summary.json``, or this file or its inputs have changed.
+      UserError: the folder has no readable ``summary.json``, or one of its `RESULTS` has changed.
     """
     if (kept_run := kept.run(folder)) and kept_run.summary is not None:
         return dict(kept_run.summary)
     path = Path(folder) / "summary.json"
     try:
+        manifest.require_unchanged(folder, *RESULTS)
         summary = files.without_checksum(untrusted.parse_json(untrusted.read_text(path)))
     except OSError as error:
         raise UserError(f"{folder} is not a finished run ({path.name}: {error.strerror})") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error})") from None
-    if inputs := summary.pop(INPUTS, None):
-        read_rows(folder)
-        clients = files.checksum(path.with_name("clients.csv"))
-        if clients not in (None, inputs.get("clients.csv")):
-            raise UserError(
-                f"{path.with_name('clients.csv')} is damaged (it does not belong to summary.json): {REMEDY}"
-            )
-    return summary
-
-
-def _inputs_of_summary(folder: Path) -> dict[str, str]:
-    """The checksums of the files from which a summary was computed; empty without an intact summary."""
-    try:
-        return (
-            files.without_checksum(untrusted.parse_json(untrusted.read_text(folder / "summary.json"))).get(INPUTS) or {}
-        )
-    except (OSError, ValueError):
-        return {}
+    return {name: value for name, value in summary.items() if name != MADE_FROM}
 
 
 def best_row(rows: Sequence[MetricsRow]) -> MetricsRow | None:

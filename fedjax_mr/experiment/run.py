@@ -29,7 +29,7 @@ from fedjax_mr.experiment.experiment import Experiment, Result, versions
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import RunFolder
 from fedjax_mr.experiment.logs import OnRow
-from fedjax_mr.experiment.processes import Processes, join_processes
+from fedjax_mr.experiment.processes import Processes, connected, join_processes, lost_in_one_line
 from fedjax_mr.experiment.report import ProgressBar
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.simulated_time import events_of, most_at_once
@@ -89,13 +89,14 @@ def run(
     config, user_objects, notes = resolve(config, dataset=dataset, model=model, variables=variables)
     if on_row is not None and not callable(on_row):
         raise UserError(f"on_row is {on_row!r}, but must be a function of one row")
-    processes = join_processes(
+    count = join_processes(
         coordinator=config.coordinator,
         num_processes=config.num_processes,
         process_id=config.process_id,
         join_timeout=config.join_timeout,
     )
-    set_up_jax(devices=config.devices, cohort_size=most_at_once(config), num_processes=processes.count)
+    set_up_jax(devices=config.devices, cohort_size=most_at_once(config), num_processes=count)
+    processes = connected()
     processes.on_first(lambda: RunFolder.check(config))  # before the samples are loaded, which may take a minute
     federated = processes.together(lambda: federated_data(config, dataset=user_objects.dataset))
     config, network = processes.together(lambda: user_objects.build(config, federated))
@@ -103,7 +104,7 @@ def run(
     notes = (*notes, *found)
     processes.agree({"data": federated.hash()} | versions() | settings_of_numbers() | shared(config))
     interrupts.check()
-    with contextlib.ExitStack() as cleanup, usual_arithmetic(), processes.lost_by_name(), memory_errors():
+    with contextlib.ExitStack() as cleanup, usual_arithmetic(), lost_in_one_line(), memory_errors():
         cleanup.callback(give_back_memory)
         threading.Thread(target=_import_ahead, args=(record,)).start()
         experiment = set_up(config, federated, network, processes, cleanup, notes=notes, on_row=on_row, record=record)

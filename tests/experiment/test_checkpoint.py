@@ -20,7 +20,7 @@ import pytest
 
 from fedjax_mr import files
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import checkpoint
+from fedjax_mr.experiment import checkpoint, manifest
 from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints
 
 
@@ -299,7 +299,7 @@ def reseal(path, change):
     """Change the content of a manifest as somebody would who forges its checksum too."""
     content = json.loads(path.read_text())["content"]
     change(content)
-    path.write_text(json.dumps({"content": content, "checksum": checkpoint._content_checksum(content)}))
+    path.write_text(manifest.text_of(**content))
 
 
 def pipe(path):
@@ -319,15 +319,25 @@ def an_array(manifest):
 DAMAGES = {  # of a checkpoint with this manifest -> the reason that is given
     "an empty manifest, as a power failure leaves it": (empty, "manifest.json cannot be read"),
     "no manifest": (Path.unlink, "manifest.json is missing"),
-    "a manifest without meta": (lambda path: reseal(path, lambda content: content.pop("meta")), "has no meta"),
-    "leaves of another kind": (lambda path: reseal(path, lambda content: content.update(leaves=[])), "has no leaves"),
+    "a manifest without meta": (
+        lambda path: reseal(path, lambda content: content.pop("meta")),
+        "content.meta is missing",
+    ),
+    "leaves of another kind": (
+        lambda path: reseal(path, lambda content: content.update(leaves=[])),
+        "content.leaves is",
+    ),
     "a manifest of another kind": (lambda path: path.write_text("[1]"), "manifest.json cannot be read"),
-    "content of another kind": (lambda path: path.write_text('{"content": 1, "checksum": 1}'), "was changed"),
+    "content of another kind": (lambda path: path.write_text('{"content": 1, "checksum": 1}'), "content is 1"),
     "a deeply nested manifest": (lambda path: path.write_text("[" * 200_000), "nested too deeply"),
     "a pipe as manifest": (pipe, "it is not a file"),
     "a folder as manifest": (folder_instead, "it is not a file"),
     "an array cut short": (lambda path: truncate(an_array(path)), "was changed"),
     "a pipe as array": (lambda path: pipe(an_array(path)), "is not a file"),
+    "a checksum of another kind": (
+        lambda path: reseal(path, lambda content: content["files"].update(x="y")),
+        "files.x is 'y', not a whole number",
+    ),
     "no arrays": (lambda path: shutil.rmtree(path.parent / "arrays"), "is missing"),
 }
 

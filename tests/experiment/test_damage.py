@@ -1,5 +1,6 @@
 """What is read from a damaged run folder is refused in one line; going on mends what can be made anew."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -12,7 +13,8 @@ import fedjax_mr as fmr
 from fedjax_mr import main, sweep
 from fedjax_mr.analysis.__main__ import main as analysis
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.folder import read_rows
+from fedjax_mr.experiment import manifest
+from fedjax_mr.experiment.folder import read_rows, read_summary
 
 FLAGS = ["--strategy=fedavg", "--model=logistic", "--clients=4", "--cohort=2", "--local_epochs=1", "--eval_every=2"]
 FLAGS += ["--checkpoint_every=2", "--devices=1", "--noprogress"]
@@ -107,26 +109,57 @@ def test_a_sweep_does_not_count_a_damaged_run_as_done(tmp_path, monkeypatch, cap
         assert f"{planned.folder / name} " in refusal(lambda: sweep.plan(flags))
         (planned.folder / name).write_text(text)
     values = json.loads((planned.folder / "config.json").read_text()) | {"lr": 3.0}
-    del values["checksum"]
+    (planned.folder / "manifest.json").unlink()
     (planned.folder / "config.json").write_text(json.dumps(values))
     assert "holds a run with other settings: lr: " in refusal(lambda: sweep.plan(flags))
 
 
-def test_a_folder_of_version_0_2_without_checksums_goes_on_with_the_same_numbers(run, tmp_path):
-    straight = tmp_path / "straight"
-    assert main.main([*FLAGS, "--rounds=8", f"--run_dir={straight}"]) == 0
+def of_version_0_3(folder):
+    """Change a run folder into the form of version 0.3.0, whose checksums stood in the files themselves."""
+    (folder / "manifest.json").unlink()
     for name in ("config.json", "summary.json"):
-        values = json.loads((run / name).read_text())
+        values = json.loads((folder / name).read_text())
+        if name == "summary.json":
+            values["made_from"] = {"metrics.jsonl": "a chain of checksums", "clients.csv": "a checksum"}
+        checksum = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        (folder / name).write_text(json.dumps({"checksum": checksum, **values}))
+    for path in (folder / "checkpoints").glob("*/manifest.json"):
+        content = json.loads(path.read_text())["content"]
+        content["meta"]["checksums"] = {"evaluations": ["a chain of checksums"], "samples.json": "a checksum"}
+        path.write_text(manifest.text_of(**content))
+
+
+def of_version_0_2(folder):
+    """The same of version 0.2, which wrote no checksums beside those of checkpoints."""
+    of_version_0_3(folder)
+    for name in ("config.json", "summary.json"):
+        values = json.loads((folder / name).read_text())
         for added in ("checksum", "made_from"):
             values.pop(added, None)
-        (run / name).write_text(json.dumps(values))
-    for path in (run / "checkpoints").glob("*/manifest.json"):
-        manifest = json.loads(path.read_text())
+        (folder / name).write_text(json.dumps(values))
+    for path in (folder / "checkpoints").glob("*/manifest.json"):
+        content = json.loads(path.read_text())["content"]
         for added in ("checksums", "test_data"):
-            del manifest["content"]["meta"][added]
-        manifest["checksum"] = fmr.experiment.checkpoint._content_checksum(manifest["content"])
-        path.write_text(json.dumps(manifest))
-    assert fmr.load("run").summary["rounds"] == 6
+            del content["meta"][added]
+        path.write_text(manifest.text_of(**content))
+
+
+@pytest.mark.parametrize("version", [of_version_0_3, of_version_0_2])
+def test_a_folder_of_an_earlier_version_goes_on_with_the_same_numbers(run, tmp_path, version):
+    straight = tmp_path / "straight"
+    assert main.main([*FLAGS, "--rounds=8", f"--run_dir={straight}"]) == 0
+    version(run)
+    assert fmr.load("run").summary["rounds"] == 6 and "made_from" not in fmr.load("run").summary
     assert main.main([*FLAGS, "--rounds=8", "--run_dir=run", "--resume"]) == 0
     assert rows_without_seconds("run") == rows_without_seconds(straight)
     np.testing.assert_array_equal(fmr.load("run").predict(X), fmr.load(straight).predict(X))
+    sealed = [set(json.loads((place / "manifest.json").read_text())["content"]["files"]) for place in (run, straight)]
+    assert sealed[0] == sealed[1] >= {"config.json", "metrics.jsonl", "summary.json"}
+
+
+def test_the_settings_and_the_summary_of_version_0_3_still_have_their_checksums(run):
+    of_version_0_3(run)
+    replaced(run / "config.json", r'"seed": 0', '"seed": 7')
+    assert "its values do not fit its checksum" in refusal(lambda: fmr.load("run"))
+    replaced(run / "summary.json", r'"rounds": 6', '"rounds": 5')
+    assert "its values do not fit its checksum" in refusal(lambda: read_summary("run"))

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -123,7 +124,7 @@ def test_overwrite_removes_the_run_and_nothing_else():
     folder = begun(Config(run_dir="a", overwrite=True, lr=0.3))
     assert folder.rows() == [] and not folder.resumed
     visible = sorted(each.name for each in path.iterdir() if each.name != ".lock")
-    assert visible == ["config.json", "notes.txt", "run.flags"]
+    assert visible == ["config.json", "manifest.json", "notes.txt", "run.flags"]
     assert configuration.load(path).lr == 0.3
     folder.append(row(5))
     assert [each["round"] for each in read_rows(path)] == [5]
@@ -272,7 +273,8 @@ def test_a_run_of_a_version_with_fewer_options_is_known_by_its_settings():
     """As the run folder was named before an option with a default was added; the folder's name does not matter."""
     path = a_run(Config())
     values = json.loads((path / "config.json").read_text())
-    del values["fedmr_unit"], values["public_max"], values["checksum"]
+    del values["fedmr_unit"], values["public_max"]
+    (path / "manifest.json").unlink()
     old = path.rename("runs/fedmr-digits-cnn_digits-01234567-3")
     (old / "config.json").write_text(json.dumps(values))
     Path("runs/fedmr-digits-cnn_digits-89abcdef-1").mkdir()
@@ -480,14 +482,13 @@ def test_metrics_that_are_not_those_of_the_checkpoint_are_refused(case):
     assert not Path("a/metrics.jsonl").exists()
 
 
-def counted(path, rounds, checkpoint, *, every=5):
-    """Make a run folder whose checkpoint holds checksums."""
+def sealed(path, rounds, checkpoint):
+    """Make a run folder whose manifest covers the evaluations up to a checkpoint."""
     folder = begun(Config(run_dir=path))
-    for round in rounds:
-        if round > checkpoint:
-            break
+    for round in [round for round in rounds if round <= checkpoint]:
         folder.append(row(round))
-    meta = {"rows": len(folder.rows()), "checksums": folder.checksums(due=lambda round: round % every == 0)}
+    folder.seal()
+    meta = {"rows": len(folder.rows())}
     Checkpoints(folder.path / "checkpoints").save(checkpoint, {"w": np.ones(2)}, meta)
     for round in rounds[len(folder.rows()) :]:
         folder.append(row(round))
@@ -495,7 +496,7 @@ def counted(path, rounds, checkpoint, *, every=5):
 
 
 def test_every_digit_of_the_evaluations_counts():
-    folder, meta = counted("a", (5, 10, 15), 10)
+    folder, meta = sealed("a", (5, 10, 15), 10)
     path = folder.path / "metrics.jsonl"
     text = path.read_text()
     newer = text.index('{"round": 15')  # than the checkpoint
@@ -504,15 +505,81 @@ def test_every_digit_of_the_evaluations_counts():
     for place in (place for place, sign in enumerate(text[:newer]) if sign.isdigit()):
         path.write_text(text[:place] + ("7" if text[place] != "7" else "3") + text[place + 1 :])
         message = error_of(read_rows, "a")
-        assert message.startswith("a/metrics.jsonl is damaged (")
+        assert message.startswith("a/metrics.jsonl is damaged (it was changed): put back the whole file")
         assert message == error_of(RunFolder.open, Config(run_dir="a", resume=True))
     path.write_text(text.replace("0.15", "0.16"))
     RunFolder.open(Config(run_dir="a", resume=True)).cut(10, meta)  # forgotten when the run goes on
     assert path.read_text() == text[:newer]
 
 
+def test_without_the_manifest_a_change_is_taken_as_intended():
+    sealed("a", (5, 10), 10)
+    text = Path("a/metrics.jsonl").read_text()
+    Path("a/metrics.jsonl").write_text(text.replace("0.05", "0.07"))
+    assert error_of(read_rows, "a").endswith("if the change was intended, remove manifest.json")
+    Path("a/manifest.json").unlink()
+    assert read_rows("a")[0]["accuracy"] == 0.07
+
+
+def test_what_is_appended_to_a_finished_run_is_found():
+    folder, _ = sealed("a", (5, 10), 10)
+    folder.write_summary({"rounds": 10})
+    with Path("a/metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row(15)) + "\n")
+    for read in (read_rows, read_summary):
+        assert "a/metrics.jsonl is damaged (it was changed)" in error_of(read, "a")
+
+
+def test_a_kill_while_a_run_goes_on_leaves_nothing_that_seems_damaged(monkeypatch):
+    """Whichever file is being removed or named when the process dies."""
+
+    class Killed(BaseException):
+        pass
+
+    due = lambda round: round % 5 == 0
+    for survived in range(100):
+        folder, meta = sealed("a", (5, 10, 12), 12)
+        folder.write_clients({"client": [0], "accuracy": [0.5]})
+        folder.write_summary({"rounds": 12})
+        folder.to_keep = True
+        folder.close()
+        left = iter(range(survived))
+
+        def deadly(function, left=left):
+            def call(*arguments, **options):
+                if next(left, None) is None:
+                    raise Killed
+                return function(*arguments, **options)
+
+            return call
+
+        resumed = RunFolder.open(Config(run_dir="a", resume=True))
+        died = True
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", deadly(Path.unlink))
+            patch.setattr(os, "replace", deadly(os.replace))
+            with contextlib.suppress(Killed):
+                resumed.cut(12, meta, due=due)
+                resumed.extend(200)
+                resumed.append(row(15))
+                resumed.seal()
+                resumed.write_clients({"client": [0], "accuracy": [0.75]})
+                resumed.write_summary({"rounds": 15})
+                died = False
+        resumed.close()
+        configuration.load("a")
+        again = RunFolder.open(Config(run_dir="a", resume=True, rounds=configuration.load("a").rounds))
+        again.cut(12, meta, due=due)
+        assert [each["round"] for each in read_rows("a")] == [5, 10]
+        again.close()
+        shutil.rmtree("a")
+        if not died:
+            break
+    assert 10 < survived < 99
+
+
 def test_an_extended_run_has_forgotten_the_evaluation_of_its_end():
-    folder, meta = counted("a", (5, 10, 12), 12)
+    folder, meta = sealed("a", (5, 10, 12), 12)
     due = lambda round: round % 5 == 0
     folder.cut(12, meta, due=due)
     folder.append(row(15))
@@ -521,7 +588,7 @@ def test_an_extended_run_has_forgotten_the_evaluation_of_its_end():
     assert [each["round"] for each in read_rows("a")] == [5, 10]
     text = (folder.path / "metrics.jsonl").read_text()
     (folder.path / "metrics.jsonl").write_text(text.replace("0.1", "0.2"))
-    assert "not the 3 evaluations that checkpoint 12 counts" in error_of(read_rows, "a")
+    assert "a/metrics.jsonl is damaged (it was changed)" in error_of(read_rows, "a")
 
 
 def test_an_evaluation_of_a_round_without_one_is_refused_without_checksums_too():
@@ -553,15 +620,16 @@ def test_every_digit_of_the_summary_counts_and_so_does_what_it_is_made_from():
             if sign.isdigit():
                 path.write_text(text[:place] + ("7" if sign != "7" else "3") + text[place + 1 :])
                 message = error_of(read_summary, "a")
-                assert message.startswith(f"a/{name} is damaged (")
+                assert message.startswith(f"a/{name} is damaged (it was changed)")
         path.write_text(text)
     read_summary("a")
-    (folder.path / "summary.json").write_text('{"rounds": 5}')  # of an earlier version
+    (folder.path / "manifest.json").unlink()  # as in folders of earlier versions
+    (folder.path / "summary.json").write_text('{"rounds": 5}')
     assert read_summary("a") == {"rounds": 5}
 
 
 def test_a_summary_goes_before_the_evaluations_that_it_was_made_from(monkeypatch):
-    folder, meta = counted("a", (5, 10, 12), 12)
+    folder, meta = sealed("a", (5, 10, 12), 12)
     folder.write_summary({"rounds": 12})
     folder.cut(12, meta)
     assert read_summary("a") == {"rounds": 12}  # nothing has changed
@@ -577,13 +645,21 @@ def test_every_digit_of_the_configuration_counts_unless_the_change_is_intended()
     for place, sign in enumerate(text):
         if sign.isdigit():
             path.write_text(text[:place] + ("7" if sign != "7" else "5") + text[place + 1 :])
-            assert "a/config.json cannot be read (its values do not fit its checksum" in error_of(
-                configuration.load, "a"
-            )
-    path.write_text(
-        "".join(line for line in text.replace('"seed": 3', '"seed": 4').splitlines() if "checksum" not in line)
-    )
+            assert error_of(configuration.load, "a").startswith("a/config.json is damaged (it was changed): put back")
+    path.write_text(text.replace('"seed": 3', '"seed": 4'))
+    Path("a/manifest.json").unlink()
     assert configuration.load("a").seed == 4
+
+
+def test_every_byte_of_the_manifest_counts():
+    folder, _ = sealed("a", (5, 10), 10)
+    path = folder.path / "manifest.json"
+    data = path.read_bytes()
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        assert "manifest.json" in error_of(read_rows, "a")
+    path.write_bytes(data)
+    assert len(read_rows("a")) == 2
 
 
 def test_surplus_rows_are_cut_and_versions_that_did_not_count_resume():

@@ -21,60 +21,41 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import heartbeats
 from fedjax_mr.experiment import processes as distributed
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.processes import LostError, Processes, join_processes
+from fedjax_mr.experiment.processes import (
+    LostError,
+    Processes,
+    connected,
+    join_processes,
+    lost_in_one_line,
+)
 
 SMALL: dict[str, Any] = dict(
     model="logistic", clients=6, cohort=4, local_epochs=1, rounds=4, eval_every=2, lr=0.05, progress=False
 )
 LONG: dict[str, Any] = SMALL | dict(rounds=2000)
+LOST = "fedjax-mr: another process of this run is lost"
 MANY = pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
 
 
 # --- What processes say to each other, with threads in their place ---------------------------------------------------
 
 
-class Service:
-    """JAX's coordination service in one process: a store of texts that can be waited for."""
-
-    def __init__(self):
-        self.texts, self.changed = {}, threading.Condition()
-
-    def key_value_set(self, name, text, allow_overwrite=False):
-        with self.changed:
-            assert allow_overwrite or name not in self.texts
-            self.texts[name] = text
-            self.changed.notify_all()
-
-    def key_value_try_get(self, name):
-        if name not in self.texts:
-            raise jax.errors.JaxRuntimeError("NOT_FOUND: no such text")
-        return self.texts[name]
-
-    def blocking_key_value_get(self, name, milliseconds):
-        with self.changed:
-            if not self.changed.wait_for(lambda: name in self.texts, min(milliseconds, 5000) / 1000):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: nobody said it")
-            return self.texts[name]
-
-    def key_value_delete(self, name):
-        del self.texts[name]
-
-
-@pytest.fixture
-def service():
-    return Service()
-
-
-def in_each(service, count, function, watches=None):
+def in_each(count, function):
     """Call ``function(processes)`` in ``count`` threads of a new run; return what each returned or raised."""
-    service.texts.clear()
+    meeting, arrays = threading.Barrier(count, timeout=20), [np.zeros(0)] * count
 
     def call(index):
+        def gather(array):
+            meeting.wait()  # all have read what was gathered before
+            arrays[index] = array
+            meeting.wait()
+            assert len({each.shape for each in arrays}) == 1
+            return np.stack(arrays)
+
         try:
-            return function(Processes(index, count, service, (watches or {}).get(index)))
+            return function(Processes(index, count, gather))
         except UserError as error:
             return error
 
@@ -82,16 +63,16 @@ def in_each(service, count, function, watches=None):
         return list(pool.map(call, range(count)))
 
 
-def test_exchange_is_in_the_order_of_the_processes_and_forgets(service):
+def test_exchange_is_in_the_order_of_the_processes():
     def talk(processes):
-        return [processes.exchange(f"{processes.index} says {number}") for number in range(20)]
+        return [processes.exchange(f"{processes.index} säyß {'x' * 100 * processes.index * n}") for n in range(20)]
 
-    expected = [[f"{index} says {number}" for index in range(3)] for number in range(20)]
-    assert in_each(service, 3, talk) == [expected] * 3
-    assert len(service.texts) == 3  # those of the last exchange alone
+    expected = [[f"{index} säyß {'x' * 100 * index * n}" for index in range(3)] for n in range(20)]
+    assert in_each(3, talk) == [expected] * 3
+    assert in_each(2, lambda processes: processes.exchange("")) == [["", ""]] * 2
 
 
-def test_a_failure_anywhere_is_a_failure_everywhere(service):
+def test_a_failure_anywhere_is_a_failure_everywhere():
     def fail(processes):
         def own():
             if processes.index == 1:
@@ -100,83 +81,88 @@ def test_a_failure_anywhere_is_a_failure_everywhere(service):
 
         return processes.together(own)
 
-    assert list(map(str, in_each(service, 3, fail))) == [
+    assert list(map(str, in_each(3, fail))) == [
         "process 1 failed: no data here", "no data here", "process 1 failed: no data here"
     ]  # fmt: skip
-    assert in_each(service, 3, lambda processes: processes.together(lambda: processes.index)) == [0, 1, 2]
+    assert in_each(3, lambda processes: processes.together(lambda: processes.index)) == [0, 1, 2]
 
 
-def test_the_first_process_decides(service):
+def test_the_first_process_decides():
     called = []
 
     def decide(processes):
         return processes.on_first(lambda: called.append(processes.index) or ["a", 1])
 
-    assert in_each(service, 3, decide) == [["a", 1]] * 3
+    assert in_each(3, decide) == [["a", 1]] * 3
     assert called == [0]
 
 
-def test_all_take_the_checkpoint_that_the_first_process_finds_whole(service, tmp_path):
+def test_all_take_the_checkpoint_that_the_first_process_finds_whole(tmp_path):
     for round in (1, 2):
         Checkpoints(tmp_path).save(round, {"a": np.arange(3)}, {})
     (tmp_path / "2" / "manifest.json").write_text("")
-    first, *others = in_each(service, 3, lambda processes: Checkpoints(tmp_path, processes=processes).newest_intact())
+    first, *others = in_each(3, lambda processes: Checkpoints(tmp_path, processes=processes).newest_intact())
     assert first[0] == 1 and "kept as damaged-2" in first[1][0]
     assert others == [first] * 2
 
 
-def test_differences_are_named(service):
+def test_differences_are_named():
     def meet(processes):
         processes.agree({"jax": "0.10.2", "seed": 7 if processes.index == 2 else 0})
 
-    for error in in_each(service, 3, meet):
+    for error in in_each(3, meet):
         assert f"process 2 on {socket.gethostname()} was started differently: seed: 7 (process 0: 0)" in str(error)
-    assert in_each(service, 2, lambda processes: processes.agree({"seed": 0})) == [None, None]
+    assert in_each(2, lambda processes: processes.agree({"seed": 0})) == [None, None]
 
 
-def test_a_process_whose_heartbeats_have_stopped_is_lost(service, monkeypatch):
-    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.05)
-    watches = {index: heartbeats.Heartbeats(service, index, 3, lambda lost: None) for index in range(3)}
-    for each in watches.values():
-        each.start()
-
-    def work(processes):
-        if processes.index == 1:
-            return watches[1].stop(left=False)
-        with processes.lost_by_name():
-            raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
-
-    first, dead, third = in_each(service, 3, work, watches)
-    for index in (0, 2):
-        watches[index].stop(left=False)
-        assert watches[index].lost == [1]
-    assert dead is None and isinstance(first, LostError) and first.exit_code == 4
-    assert str(first) == str(third)
-    assert str(first).startswith("lost process 1 of 3: go on with --resume (UNKNOWN: Gloo")
+@pytest.fixture
+def joined(monkeypatch):
+    """A process that has joined others; return the functions that Python calls at its end."""
+    at_the_end = []
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed.atexit, "register", lambda *call: at_the_end.append(call))
+    return at_the_end
 
 
-def test_a_failed_transfer_among_living_processes_is_no_loss(service, monkeypatch):
-    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.05)
-    watches = {index: heartbeats.Heartbeats(service, index, 2, lambda lost: None) for index in range(2)}
-    for each in watches.values():
-        each.start()
-
-    def work(processes):
-        with pytest.raises(ValueError, match="Gloo"), processes.lost_by_name():
-            raise ValueError("Gloo")
-
-    assert in_each(service, 2, work, watches) == [None, None]
-    for each in watches.values():
-        each.stop(left=True)
-        assert each.lost == []
+@pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
+@pytest.mark.parametrize("text", ["UNKNOWN: Gloo AllReduce failed:\nConnection closed by peer", "UNAVAILABLE: gone"])
+def test_a_failed_transfer_is_a_lost_process(joined, kind, text):
+    with pytest.raises(LostError) as caught, lost_in_one_line():
+        raise kind(text)
+    assert str(caught.value) == f"another process of this run is lost: go on with --resume ({' '.join(text.split())})"
+    assert caught.value.exit_code == 4
+    assert joined == [(distributed._exit_at_once, 4)]  # instead of JAX's wait and its abort
 
 
-def test_our_own_mistakes_are_not_blamed_on_others(service):
-    watch = heartbeats.Heartbeats(None, 0, 2, lambda lost: None)  # it would report process 0, because it does not run
-    with pytest.raises(ValueError, match="ours"), Processes(0, 2, None, watch).lost_by_name():
+def test_our_own_mistakes_are_not_blamed_on_others(joined, monkeypatch):
+    with pytest.raises(ValueError, match="ours"), lost_in_one_line():
         raise ValueError("ours")
-    with pytest.raises(ValueError, match="Gloo"), Processes(0, 1).lost_by_name():
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    with pytest.raises(ValueError, match="Gloo"), lost_in_one_line():
         raise ValueError("Gloo")
+    assert joined == []
+
+
+ABORTING = """
+import os
+from fedjax_mr.experiment import processes
+
+before = processes._end_aborts_with("first")
+processes._end_aborts_with("another process is lost")
+if {restored}:
+    processes._on_abort(before)
+os.abort()
+"""
+
+
+def test_an_abort_ends_with_our_line_and_code():
+    """`os.abort` is what JAX calls in C++ when another process is lost."""
+    ended = [
+        subprocess.run([sys.executable, "-c", ABORTING.format(restored=restored)], capture_output=True, text=True)
+        for restored in (False, True)
+    ]
+    assert [each.returncode for each in ended] == [4, -signal.SIGABRT]
+    assert ended[0].stderr == "fedjax-mr: another process is lost\n"
 
 
 @pytest.mark.parametrize(
@@ -192,19 +178,31 @@ def test_bad_arguments(arguments, message):
         join_processes(**dict(zip(("coordinator", "num_processes", "process_id"), arguments, strict=True)))
 
 
-def test_without_the_service_it_is_one_line(monkeypatch):
-    def prepared():
-        raise ChildProcessError("the process of JAX's coordination service ended with code 1")
+@pytest.mark.parametrize(
+    ("coordinator", "message"),
+    [
+        *((text, "not of the form host:port") for text in (":1", "localhost:", "localhost:1.5", "localhost:٣")),
+        *((f"localhost:{port}", "a port is a number from 1 to 65535") for port in ("0", "65536", "9" * 5000)),
+        *((f"{host}:1", "no address is known for the host") for host in ("no.such.host.invalid", "a" * 70 + ".b")),
+    ],
+)
+def test_what_is_no_address(coordinator, message):
+    with pytest.raises(UserError, match=message):
+        join_processes(coordinator=coordinator, num_processes=2, process_id=0)
 
-    monkeypatch.setattr(distributed.coordination, "prepared", prepared)
-    monkeypatch.setattr(distributed, "_jax_has_started", lambda: False)
+
+def test_a_port_of_the_loopback_is_closed_to_other_machines(monkeypatch):
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
-    with pytest.raises(UserError, match=r"service at 127.0.0.1:9 \(the process .* code 1\): choose another port"):
-        join_processes(coordinator="127.0.0.1:9", num_processes=2, process_id=0)
+    assert distributed._listening("127.0.0.1:80") == {"coordinator_bind_address": "127.0.0.1:80"}
+    assert distributed._listening("[::1]:80") == {"coordinator_bind_address": "[::1]:80"}
+    assert distributed._listening("0.0.0.0:80") == {}
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.1:81")
+    assert distributed._listening("127.0.0.1:80") == {}
 
 
 def test_alone():
-    processes = join_processes(coordinator=None, num_processes=None, process_id=None)
+    assert join_processes(coordinator=None, num_processes=None, process_id=None) == 1
+    processes = connected()
     assert (processes.index, processes.count, processes.writes) == (0, 1, True)
     assert processes.exchange("a") == ["a"]
 
@@ -385,19 +383,64 @@ def test_a_killed_process_ends_the_run_which_can_go_on(tmp_path, victim):
     for index, code in survivors.items():
         said = launched.said()[index]
         assert code == 4, said
-        (line,) = said.splitlines()
-        assert line.startswith(f"fedjax-mr: lost process {victim} of 3: go on with --resume")
+        assert said.splitlines()[-1].startswith(LOST)
     last_round = lambda: ([0] + [row["round"] for row in rows(tmp_path / "run")])[-1]  # cut back to the checkpoint
     done = last_round()
     assert done < LONG["rounds"]
 
     resumed = Launched(tmp_path / "run", LONG | {"resume": True}, processes=2, devices=1)
-    deadline = time.monotonic() + 120
-    while last_round() <= done + 2:
-        assert time.monotonic() < deadline and all(process.poll() is None for process in resumed.processes)
-        time.sleep(0.2)
-    resumed.processes[0].send_signal(signal.SIGINT)
-    assert resumed.wait() == [130, 130], resumed.said()
+    try:
+        deadline = time.monotonic() + 300
+        while last_round() <= done + 2:
+            assert time.monotonic() < deadline and all(process.poll() is None for process in resumed.processes)
+            time.sleep(0.2)
+        resumed.processes[0].send_signal(signal.SIGINT)
+    finally:
+        codes = resumed.wait(60)
+    assert codes == [130, 130], resumed.said()
+
+
+@pytest.mark.slow
+def test_a_frozen_process_ends_the_others(tmp_path):
+    launched = Launched(tmp_path / "run", LONG, processes=2, devices=1)
+    launched.wait_for_a_row()
+    launched.processes[1].send_signal(signal.SIGSTOP)
+    try:
+        assert launched.processes[0].wait(60) == 4, launched.said()
+        assert launched.said()[0].splitlines()[-1].startswith(LOST)
+    finally:
+        for process in launched.processes:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arrived", [0, 1])
+def test_a_process_that_does_not_arrive_ends_the_other(tmp_path, arrived):
+    settings = SMALL | {"join_timeout": 3}
+    launched = Launched(tmp_path / "run", settings, processes=2, devices=1, programs={1 - arrived: ["-c", ""]})
+    assert launched.wait(60)[arrived] == 4
+    line = launched.said()[arrived].splitlines()[-1]
+    assert line.startswith("fedjax-mr: not all processes of the run arrived within 3 s (--join_timeout): ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_others_have_not_arrived(tmp_path):
+    launched = Launched(tmp_path / "run", SMALL, processes=2, devices=1, programs={1: ["-c", ""]})
+    time.sleep(15)
+    launched.processes[0].send_signal(signal.SIGINT)
+    assert launched.wait(10)[0] == 130
+    assert launched.said()[0] == "fedjax-mr: interrupted\n"
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_one_line(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(f"{__name__}.free_port", lambda: server.getsockname()[1])
+        launched = Launched(tmp_path / "run", SMALL, processes=2, devices=1, programs={1: ["-c", ""]})
+        assert launched.wait(60)[0] == 2
+    line = launched.said()[0].splitlines()[-1]
+    assert line.startswith("fedjax-mr: cannot join the other processes (") and "port of --coordinator" in line
 
 
 OWN_PROGRAM = """
@@ -416,9 +459,8 @@ sys.argv[-3:] = []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "victim"), [("", 0), ("", 1), (JOINED_BEFORE, 1)])
+@pytest.mark.parametrize(("before", "victim"), [("", 0), ("", 1), (JOINED_BEFORE, 0), (JOINED_BEFORE, 1)])
 def test_a_killed_process_ends_programs_of_ones_own(tmp_path, before, victim):
-    """Without JAX's abort at Python's end. (Victim 0 of `JOINED_BEFORE` held JAX's service, so JAX aborts.)"""
     programs = {index: ["-c", before + OWN_PROGRAM] for index in range(2)}
     launched = Launched(tmp_path / "run", LONG, processes=2, devices=1, programs=programs)
     launched.wait_for_a_row()
@@ -426,7 +468,7 @@ def test_a_killed_process_ends_programs_of_ones_own(tmp_path, before, victim):
     codes = launched.wait(60)
     said = launched.said()[1 - victim].splitlines()
     assert codes[1 - victim] == 4, said
-    assert f"lost process {victim} of 2: go on with --resume" in said[-1]
+    assert LOST.partition(": ")[2] in said[-1]
 
 
 @pytest.mark.slow
