@@ -49,10 +49,10 @@ import products
 import start
 
 import fedjax_mr as fmr
+from fedjax_mr.client.samples import Samples
 from fedjax_mr.engine.clients import assign, client_axis
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.evaluation import Evaluation
-from fedjax_mr.engine.samples import Samples
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model, simulator_of

@@ -69,7 +69,7 @@ from chaos_runs import KILLED, Child, World, Wrong, fingerprint, kills, settings
 from chaos_studies import slurm, tunings
 from chaos_surroundings import surroundings, sweeps
 
-from fedjax_mr.analysis import plots
+from fedjax_mr import plots
 from fedjax_mr.engine.devices import add_xla_flags, usable_cores
 
 

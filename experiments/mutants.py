@@ -39,7 +39,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = ("fedjax_mr/strategies/**/*.py", "fedjax_mr/channel/*.py", "fedjax_mr/clock/*.py",
-         "fedjax_mr/engine/round.py", "fedjax_mr/engine/local.py")  # fmt: skip
+         "fedjax_mr/engine/round.py", "fedjax_mr/client/local.py")  # fmt: skip
 NO_ALGORITHM = ("__init__.py", "hyper.py")  # tables and declarations
 SECONDS = 300  # of computing time; a mutant whose tests take longer is killed, because its loops do not end
 

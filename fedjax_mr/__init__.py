@@ -12,11 +12,11 @@ from fedjax_mr.experiment import interrupts
 interrupts.begin()  # before the imports that take seconds
 
 from fedjax_mr import data, models, strategies, trees
+from fedjax_mr.client import local
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
 from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.data.sources.text import from_texts
-from fedjax_mr.engine import local
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.config import Config

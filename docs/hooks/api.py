@@ -8,7 +8,7 @@ PARTS = {
             "A federation as one Python object, the local training of its clients, and the data that it needs.",
             [
                 "fedjax_mr.engine.simulator.Simulator",
-                "fedjax_mr.engine.local.setting",
+                "fedjax_mr.client.local.setting",
                 "fedjax_mr.data.divide.federate",
                 "fedjax_mr.data.sources.arrays.from_arrays",
                 "fedjax_mr.errors",
@@ -28,9 +28,9 @@ PARTS = {
             "Training and rounds",
             "The training of one client, and the rounds of the engine.",
             [
-                "fedjax_mr.engine.samples",
-                "fedjax_mr.engine.local",
-                "fedjax_mr.engine.mutual",
+                "fedjax_mr.client.samples",
+                "fedjax_mr.client.local",
+                "fedjax_mr.client.mutual",
                 "fedjax_mr.engine.round",
                 "fedjax_mr.engine.rounds",
                 "fedjax_mr.engine.clients",

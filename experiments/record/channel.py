@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from fedjax_mr import files
 from fedjax_mr.analysis import tables
-from fedjax_mr.data import files
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.testing import federations, links
 from record import documents

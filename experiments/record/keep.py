@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import untrusted
+from fedjax_mr import files, untrusted
 from fedjax_mr.analysis import groups
 from fedjax_mr.analysis.runs import RunRecord
-from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import kept

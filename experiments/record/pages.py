@@ -18,8 +18,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedjax_mr import files
 from fedjax_mr.analysis import table as accuracies
-from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import kept
 from record import comparisons, conditions, documents, headers, tuning

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr.analysis import plots, runs, tables
-from fedjax_mr.engine import local
+from fedjax_mr import plots
+from fedjax_mr.analysis import runs, tables
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import Samples, gather
 from fedjax_mr.engine.personal import worst_tenth
-from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import titles

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_mr.analysis import groups, plots, runs
+from fedjax_mr import plots
+from fedjax_mr.analysis import groups, runs
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration

@@ -18,8 +18,8 @@ import numpy as np
 import scipy.optimize
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import Samples
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import Samples
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, Variables
 

@@ -24,11 +24,10 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from fedjax_mr import trees
-from fedjax_mr.analysis import plots, runs, tables
-from fedjax_mr.data import files
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import Samples, gather
+from fedjax_mr import files, plots, trees
+from fedjax_mr.analysis import runs, tables
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import Samples, gather
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration

@@ -39,10 +39,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from fedjax_mr import trees
-from fedjax_mr.analysis import inversion, membership, plots, runs, tables
-from fedjax_mr.data import FederatedData, files
-from fedjax_mr.engine import local
+from fedjax_mr import files, plots, trees
+from fedjax_mr.analysis import inversion, membership, runs, tables
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import Samples, gather
+from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.clients import positions
 from fedjax_mr.engine.program import Program
 from fedjax_mr.engine.round import (
@@ -59,7 +60,6 @@ from fedjax_mr.engine.round import (
     train_client,
 )
 from fedjax_mr.engine.rounds import Rounds
-from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_mr.analysis import plots
-from fedjax_mr.data import FederatedData, files
+from fedjax_mr import files, plots
+from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError

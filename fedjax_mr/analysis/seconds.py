@@ -8,7 +8,8 @@ devices, with the samples on the devices. Compare runs only if the machine did n
 import argparse
 from collections.abc import Sequence
 
-from fedjax_mr.analysis import groups, plots, runs, tables
+from fedjax_mr import plots
+from fedjax_mr.analysis import groups, runs, tables
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError

@@ -10,7 +10,8 @@ import argparse
 import jax
 import numpy as np
 
-from fedjax_mr.analysis import plots, runs, tables
+from fedjax_mr import plots
+from fedjax_mr.analysis import runs, tables
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import titles
 from fedjax_mr.models import Variables

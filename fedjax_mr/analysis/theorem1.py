@@ -37,14 +37,15 @@ import optax
 import scipy.optimize
 import scipy.special
 
-from fedjax_mr.analysis import plots, runs, tables
+from fedjax_mr import plots
+from fedjax_mr.analysis import runs, tables
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import Samples
 from fedjax_mr.data import Split
-from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Federation, RunConstants
 from fedjax_mr.engine.rounds import Rounds
-from fedjax_mr.engine.samples import Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model

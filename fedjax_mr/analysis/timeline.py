@@ -8,7 +8,8 @@ import argparse
 
 import numpy as np
 
-from fedjax_mr.analysis import plots, runs
+from fedjax_mr import plots
+from fedjax_mr.analysis import runs
 from fedjax_mr.clock.schedule import Events
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.errors import UserError

@@ -43,8 +43,8 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.channel.base import Context, Link, Values
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import ClientData, backdoored
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData, backdoored
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.keys import random_key
 from fedjax_mr.strategies.base import Info, Problem, Strategy

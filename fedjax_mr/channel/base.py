@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import ClientData, Samples, one_client
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData, Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.strategies import base

@@ -24,10 +24,10 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.channel.base import joined, received, split
+from fedjax_mr.client.local import Metrics
+from fedjax_mr.client.samples import ClientData
 from fedjax_mr.clock.fleet import Seconds
 from fedjax_mr.clock.schedule import JOB, Cohorts, Events
-from fedjax_mr.engine.local import Metrics
-from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies.base import Cohort, Info, Parcels, Payload, Problem, Strategy, Traffic
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedjax_mr.analysis import plots
+from fedjax_mr import plots
 from fedjax_mr.data import partition_file
 from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.partition_table import partition_table

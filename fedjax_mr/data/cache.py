@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from fedjax_mr.data import files, npz
+from fedjax_mr import files
+from fedjax_mr.data import npz
 from fedjax_mr.errors import UserError
 
 FORMAT = 2  # to be incremented when a loader decodes differently

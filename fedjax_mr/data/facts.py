@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr import untrusted
-from fedjax_mr.data import files
+from fedjax_mr import files, untrusted
 from fedjax_mr.data.federated import Dataset
 from fedjax_mr.errors import UserError
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_mr import untrusted
-from fedjax_mr.data import files, npz
+from fedjax_mr import files, untrusted
+from fedjax_mr.data import npz
 from fedjax_mr.data.federated import Dataset, PartitionPlan, Split
 from fedjax_mr.errors import UserError
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedjax_mr.data import files
+from fedjax_mr import files
 from fedjax_mr.deploy import check, keys, protocol, samples
 from fedjax_mr.deploy.server import ServerOptions, check_deployable
 from fedjax_mr.errors import UserError, unknown_name

@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import untrusted
+from fedjax_mr import files, untrusted
 from fedjax_mr.clock import Events, Schedule
 from fedjax_mr.clock.asynchronous import VERSION
-from fedjax_mr.data import files
 from fedjax_mr.deploy import wire
 from fedjax_mr.deploy.client_manager import ClientManager
 from fedjax_mr.deploy.protocol import RemoteData

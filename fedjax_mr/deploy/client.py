@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr.client.samples import ClientData, Samples, one_client
 from fedjax_mr.data import FederatedData
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.deploy import protocol, relay, wire
@@ -32,7 +33,6 @@ from fedjax_mr.deploy.wire import Content
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.personal import part_of, test_client
 from fedjax_mr.engine.round import dispatch
-from fedjax_mr.engine.samples import ClientData, Samples, one_client
 from fedjax_mr.engine.simulator import normalised, problem_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration

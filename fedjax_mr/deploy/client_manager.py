@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import untrusted
-from fedjax_mr.data import files
+from fedjax_mr import files, untrusted
 from fedjax_mr.deploy import relay, transport
 from fedjax_mr.deploy.protocol import Member, RunManifest
 from fedjax_mr.deploy.transport import Message, Messenger, NoReply, PendingReplies

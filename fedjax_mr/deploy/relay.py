@@ -32,11 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
-from fedjax_mr.data.files import atomic_write
 from fedjax_mr.deploy import wire
 from fedjax_mr.deploy.transport import Message, Messenger, NoReply
 from fedjax_mr.deploy.wire import Content, Record
 from fedjax_mr.errors import UserError
+from fedjax_mr.files import atomic_write
 from fedjax_mr.keys import key_from_data
 from fedjax_mr.models.base import Layer, Variables
 from fedjax_mr.secure import envelopes, messages

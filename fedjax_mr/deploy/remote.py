@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
+from fedjax_mr.client.local import Score
 from fedjax_mr.clock.deadline import means
 from fedjax_mr.deploy import relay, wire
 from fedjax_mr.deploy.client_manager import ClientManager
@@ -16,7 +17,6 @@ from fedjax_mr.deploy.protocol import RemoteData
 from fedjax_mr.deploy.transport import Messenger
 from fedjax_mr.deploy.wire import Content
 from fedjax_mr.engine.clients import positions
-from fedjax_mr.engine.local import Score
 from fedjax_mr.engine.personal import Clients, clients_of, part_of, personal_key
 from fedjax_mr.engine.program import Programs
 from fedjax_mr.engine.round import (

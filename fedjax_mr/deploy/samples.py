@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_mr.data import FederatedData, files, from_arrays, npz
+from fedjax_mr import files
+from fedjax_mr.data import FederatedData, from_arrays, npz
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import Public
 from fedjax_mr.errors import UserError

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr.data import files, npz
+from fedjax_mr import files
+from fedjax_mr.data import npz
 from fedjax_mr.deploy import wire
 from fedjax_mr.errors import UserError
 

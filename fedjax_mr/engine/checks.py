@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_mr.engine.local import Metrics
+from fedjax_mr.client.local import Metrics
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies.base import Cohort, Info, Memory, Payload, State
 

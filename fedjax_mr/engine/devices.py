@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from fedjax_mr.data import files
+from fedjax_mr import files
 from fedjax_mr.errors import UserError
 
 CACHE_BYTES = 2 * 1024**3

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
+from fedjax_mr.client.local import Score
+from fedjax_mr.client.samples import Samples, Trigger, backdoored
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
-from fedjax_mr.engine.local import Score
 from fedjax_mr.engine.placement import place, shapes_at
 from fedjax_mr.engine.program import Programs
-from fedjax_mr.engine.samples import Samples, Trigger, backdoored
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
 from fedjax_mr.models.base import Model, Variables

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr.client import local
+from fedjax_mr.client.local import Score
+from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.data.federated import FederatedData, Split
-from fedjax_mr.engine import local
 from fedjax_mr.engine.clients import map_clients
-from fedjax_mr.engine.local import Score
 from fedjax_mr.engine.placement import HostMemory, place, rows_of
 from fedjax_mr.engine.program import Programs
 from fedjax_mr.engine.round import PERSONAL, ClientRow, CohortPlan, Federation, Progress, RunConstants, round_key
 from fedjax_mr.engine.rounds import Rounds
-from fedjax_mr.engine.samples import ClientData, Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
 from fedjax_mr.strategies.base import Info, Memory, Problem, State, Strategy

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
+from fedjax_mr.client.local import Metrics
+from fedjax_mr.client.samples import Array, ClientData, Samples, one_client
 from fedjax_mr.engine import checks
 from fedjax_mr.engine.clients import ClientAxis, assign, positions
-from fedjax_mr.engine.local import Metrics
 from fedjax_mr.engine.placement import CohortSamples
-from fedjax_mr.engine.samples import Array, ClientData, Samples, one_client
 from fedjax_mr.strategies.base import (
     Cohort,
     Info,

@@ -20,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import models, trees
+from fedjax_mr.client import local as local_training
+from fedjax_mr.client.local import LocalSetting
+from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.data.federated import Dataset, FederatedData
 from fedjax_mr.data.inputs import scale_and_shift
-from fedjax_mr.engine import local as local_training
 from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
 from fedjax_mr.engine.devices import refuse_settings, set_up_jax
 from fedjax_mr.engine.evaluation import Evaluation, Tested, backdoor_test
-from fedjax_mr.engine.local import LocalSetting
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
 from fedjax_mr.engine.program import memory_needed, numbers_are_arguments
 from fedjax_mr.engine.round import (
@@ -42,7 +43,6 @@ from fedjax_mr.engine.round import (
     train_client,
 )
 from fedjax_mr.engine.rounds import Rounds
-from fedjax_mr.engine.samples import ClientData, Samples
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts

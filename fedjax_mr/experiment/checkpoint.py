@@ -26,8 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import untrusted
-from fedjax_mr.data import files
+from fedjax_mr import files, untrusted
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.models import Model, parts

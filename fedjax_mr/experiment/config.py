@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import untrusted
-from fedjax_mr.data import LABEL_MODES, SOURCES, files
+from fedjax_mr import files, untrusted
+from fedjax_mr.client.schedules import SCHEDULES
+from fedjax_mr.data import LABEL_MODES, SOURCES
 from fedjax_mr.data.partition import PARTITIONS
-from fedjax_mr.engine.schedules import SCHEDULES
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, kept, settings
 from fedjax_mr.experiment.settings import Owner, Setting

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_mr.analysis import plots
+from fedjax_mr import plots
 from fedjax_mr.clock import Events
 from fedjax_mr.data import FederatedData, partition_file
 from fedjax_mr.data.facts import Facts

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr import registry
-from fedjax_mr.data import FederatedData, files, npz
+from fedjax_mr import files, registry
+from fedjax_mr.data import FederatedData, npz
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration

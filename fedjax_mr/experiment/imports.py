@@ -23,7 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from fedjax_mr.data import SOURCES, files
+from fedjax_mr import files
+from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.settings import settings_of

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_mr import registry
-from fedjax_mr.data import Dataset, FederatedData, files, partition_file
+from fedjax_mr import files, registry
+from fedjax_mr.data import Dataset, FederatedData, partition_file
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import PartitionPlan, Public
 from fedjax_mr.engine.devices import set_up_jax

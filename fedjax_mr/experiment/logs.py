@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedjax_mr import untrusted
-from fedjax_mr.data import files
+from fedjax_mr import files, untrusted
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, plain_numbers, read_summary, run_state
 

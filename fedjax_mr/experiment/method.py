@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from fedjax_mr.channel import Link, channel, links, privacy
+from fedjax_mr.client import local
+from fedjax_mr.client.schedules import schedule
 from fedjax_mr.clock import Cohorts, Schedule, asynchronous, constant, hinge, online, polynomial, with_late_clients
 from fedjax_mr.clock.asynchronous import Keys
 from fedjax_mr.data import Dataset
 from fedjax_mr.data.augment import crop_flip
-from fedjax_mr.engine import local
 from fedjax_mr.engine.round import Build
-from fedjax_mr.engine.schedules import schedule
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config

@@ -13,8 +13,7 @@ from typing import Any
 
 import jax
 
-from fedjax_mr import registry
-from fedjax_mr.analysis import plots
+from fedjax_mr import plots, registry
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_errors, set_up_jax, settings_of_numbers

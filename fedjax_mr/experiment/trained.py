@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr.data import files
+from fedjax_mr import files
+from fedjax_mr.client.local import evaluation_batch
+from fedjax_mr.client.samples import Samples, gather
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.inputs import scale_and_shift
-from fedjax_mr.engine.local import evaluation_batch
-from fedjax_mr.engine.samples import Samples, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import save_arrays
 from fedjax_mr.models import Model, Variables, calls

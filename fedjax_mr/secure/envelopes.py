@@ -17,8 +17,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedjax_mr.data.files import atomic_write
 from fedjax_mr.errors import UserError
+from fedjax_mr.files import atomic_write
 from fedjax_mr.secure.forms import MalformedMessage, TamperedLayer
 from fedjax_mr.secure.primitives import primitives
 

@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.models.slices import Level, floor, slices

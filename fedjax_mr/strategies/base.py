@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.local import LocalSetting, Metrics
-from fedjax_mr.engine.samples import ClientData, Samples
+from fedjax_mr.client import local
+from fedjax_mr.client.local import LocalSetting, Metrics
+from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Layer, Model, Variables
 

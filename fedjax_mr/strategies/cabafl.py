@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
-from fedjax_mr.engine.samples import gather
+from fedjax_mr.client.samples import gather
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Cohort, Parcels, Problem, Strategy, circulating, copies_of_one, returned
 from fedjax_mr.strategies.fedgh import representation_width

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import ClientData
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic, averaging, kept_for_validation
 

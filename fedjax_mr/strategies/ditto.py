@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.strategies.base import LastModel, Problem, Strategy, averaging, untrained
 from fedjax_mr.strategies.feddyn import pull
 from fedjax_mr.strategies.hyper import field

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import one_client
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import one_client
 from fedjax_mr.models import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start, public_samples
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, field

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Cohort, Problem, Strategy, averaging, participation, zero_params
 from fedjax_mr.strategies.hyper import field

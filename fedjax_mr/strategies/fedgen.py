@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.models import layers
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, averaging, to_all

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import ClientData, gather
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, kept_model, nothing, own_start, to_all

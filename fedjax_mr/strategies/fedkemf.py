@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_mr.engine import local, mutual
-from fedjax_mr.engine.mutual import Pair, Weights
-from fedjax_mr.engine.samples import one_client
+from fedjax_mr.client import local, mutual
+from fedjax_mr.client.mutual import Pair, Weights
+from fedjax_mr.client.samples import one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start, public_samples, to_all

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import one_client
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import one_client
 from fedjax_mr.strategies.base import (
     LastModel,
     Problem,

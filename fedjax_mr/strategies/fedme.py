@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local, mutual
-from fedjax_mr.engine.mutual import Pair, Weights
-from fedjax_mr.engine.samples import gather
+from fedjax_mr.client import local, mutual
+from fedjax_mr.client.mutual import Pair, Weights
+from fedjax_mr.client.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, models_sent, own_starts

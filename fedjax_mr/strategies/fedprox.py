@@ -11,7 +11,7 @@ early.
 import dataclasses
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.strategies.base import Problem, Strategy, Train, averaging
 from fedjax_mr.strategies.hyper import field
 

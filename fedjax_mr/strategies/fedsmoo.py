@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Batch, LocalStep, Loss
+from fedjax_mr.client import local
+from fedjax_mr.client.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all, zero_params
 from fedjax_mr.strategies.feddyn import pull, step_of_server

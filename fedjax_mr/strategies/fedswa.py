@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, averaging, step_towards, to_all, zero_params
 from fedjax_mr.strategies.hyper import field

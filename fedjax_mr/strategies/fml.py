@@ -12,8 +12,8 @@ constant.
 
 import dataclasses
 
-from fedjax_mr.engine import mutual
-from fedjax_mr.engine.mutual import Pair, Weights
+from fedjax_mr.client import mutual
+from fedjax_mr.client.mutual import Pair, Weights
 from fedjax_mr.strategies.base import GlobalModel, Problem, Strategy, averaging, nothing, own_start
 from fedjax_mr.strategies.hyper import field
 

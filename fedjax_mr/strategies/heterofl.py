@@ -36,8 +36,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import Samples, gather
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import Samples, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Layer, Model

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.strategies.base import Models, Problem, Strategy, view
 from fedjax_mr.strategies.hyper import field
 

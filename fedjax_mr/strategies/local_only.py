@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start
 from fedjax_mr.strategies.hyper import field

@@ -50,7 +50,7 @@ import optax
 from flax.traverse_util import unflatten_dict
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables, adapters, parts
 from fedjax_mr.models.adapters import CHANGE, A, B

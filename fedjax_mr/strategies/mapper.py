@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Metrics
-from fedjax_mr.engine.samples import ClientData
+from fedjax_mr.client import local
+from fedjax_mr.client.local import Metrics
+from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.models.base import Variables

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.strategies.base import LastModel, Problem, Strategy, averaging, untrained
 from fedjax_mr.strategies.hyper import field
 

@@ -38,7 +38,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.strategies.base import Problem, Strategy, to_all, view

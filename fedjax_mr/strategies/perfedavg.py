@@ -24,9 +24,9 @@ from collections.abc import Callable
 import jax
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Loss
-from fedjax_mr.engine.samples import ClientData
+from fedjax_mr.client import local
+from fedjax_mr.client.local import Loss
+from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies.base import Problem, Strategy, averaging
 from fedjax_mr.strategies.hyper import field

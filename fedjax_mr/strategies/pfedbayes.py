@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Batch, LocalStep, Loss
+from fedjax_mr.client import local
+from fedjax_mr.client.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import Problem, Strategy, to_all
 from fedjax_mr.strategies.hyper import field

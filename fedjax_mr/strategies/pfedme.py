@@ -22,8 +22,8 @@ from absl import logging
 from jax.core import Tracer
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Batch, LocalStep, Loss
+from fedjax_mr.client import local
+from fedjax_mr.client.local import Batch, LocalStep, Loss
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.base import LastModel, Problem, Strategy, averaging, step_towards, untrained

@@ -56,7 +56,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables, layers
 from fedjax_mr.strategies.base import Parcels, Problem, Strategy, Traffic, own_start, to_all

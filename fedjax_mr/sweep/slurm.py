@@ -23,8 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr import untrusted
-from fedjax_mr.data import files
+from fedjax_mr import files, untrusted
 from fedjax_mr.errors import TakenError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import saved_round

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import models
+from fedjax_mr.client import local
 from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.data.federated import Public
-from fedjax_mr.engine import local, program, rounds
+from fedjax_mr.engine import program, rounds
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import Flatten

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.client import local
+from fedjax_mr.engine import rounds
 from fedjax_mr.engine.personal import part_of, personal_variables
 from fedjax_mr.engine.program import Program
 from fedjax_mr.experiment.checkpoint import Checkpoints

@@ -3,8 +3,8 @@
 import csv
 from collections.abc import Mapping, Sequence
 
+from fedjax_mr import files
 from fedjax_mr.analysis import groups, tables
-from fedjax_mr.data import files
 from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.report import LAST
 from fedjax_mr.sweep import PlannedRun

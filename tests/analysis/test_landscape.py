@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_mr.analysis import landscape, runs
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.engine.samples import Samples
+from fedjax_mr.client.samples import Samples
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import read_rows
 

@@ -11,8 +11,8 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.analysis import inversion, leakage, membership, runs
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import Samples, gather, one_client
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import Samples, gather, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 

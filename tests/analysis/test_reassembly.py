@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.analysis import plots, reassembly
+from fedjax_mr import plots
+from fedjax_mr.analysis import reassembly
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies.pfedhr.strategy import Account

@@ -11,10 +11,10 @@ import pytest
 
 from fedjax_mr.channel import Context, channel
 from fedjax_mr.channel.attacks import KINDS, attack, attackers_of, largest_deviation
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import Samples, backdoored, gather, one_client
 from fedjax_mr.data import Dataset, FederatedData, Split
-from fedjax_mr.engine import local
 from fedjax_mr.engine.evaluation import backdoor_test
-from fedjax_mr.engine.samples import Samples, backdoored, gather, one_client
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model

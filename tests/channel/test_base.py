@@ -12,8 +12,8 @@ from fedjax_mr import trees
 from fedjax_mr.channel import Link, Sent, channel
 from fedjax_mr.channel.privacy import poisson
 from fedjax_mr.channel.robust import robust
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import Samples, one_client
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import Samples, one_client
 from fedjax_mr.strategies.base import Cohort, averaging
 from fedjax_mr.testing.federations import constants
 

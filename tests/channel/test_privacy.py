@@ -28,8 +28,8 @@ from fedjax_mr.channel.privacy import (
     secretly_selected,
     uniform_weights,
 )
+from fedjax_mr.client.samples import Samples, one_client
 from fedjax_mr.engine.round import client_key
-from fedjax_mr.engine.samples import Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES, Cohort, fedavg, fedcross, fedmr
 from fedjax_mr.testing.federations import constants, default_hyper, simulator

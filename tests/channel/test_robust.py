@@ -30,7 +30,7 @@ from fedjax_mr.channel.robust import (
     pairwise_squares,
     robust,
 )
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.base import Cohort, averaging

@@ -7,8 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from fedjax_mr import data
-from fedjax_mr.analysis import plots
+from fedjax_mr import data, plots
 from fedjax_mr.data.__main__ import main
 from fedjax_mr.data.partition_table import partition_table
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from fedjax_mr.client.local import Metrics
 from fedjax_mr.deploy import wire
 from fedjax_mr.deploy.remote import RemoteClients, too_large
 from fedjax_mr.deploy.server import RemoteExperiment
-from fedjax_mr.engine.local import Metrics
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.experiment import Experiment
 

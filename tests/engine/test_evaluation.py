@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine import evaluation, local
+from fedjax_mr.client import local
+from fedjax_mr.engine import evaluation
 from fedjax_mr.engine.clients import client_axis
 
 

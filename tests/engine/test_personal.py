@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.client import local
+from fedjax_mr.client.local import Score
+from fedjax_mr.client.samples import ClientData, validation
 from fedjax_mr.data import Dataset, FederatedData, Split
-from fedjax_mr.engine import local, personal
-from fedjax_mr.engine.local import Score
+from fedjax_mr.engine import personal
 from fedjax_mr.engine.round import PERSONAL
-from fedjax_mr.engine.samples import ClientData, validation
 from fedjax_mr.strategies.base import Strategy
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_mr.client.local import Metrics
 from fedjax_mr.engine import round as rounds
 from fedjax_mr.engine.clients import client_axis
-from fedjax_mr.engine.local import Metrics
 from fedjax_mr.engine.round import Report, begin, finish, ids_by_slot, join, round_key, start, train_client
 from fedjax_mr.models import precision
 from fedjax_mr.strategies.base import Cohort, Parcels, Strategy, Traffic

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fedjax_mr.data import files
+from fedjax_mr import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import checkpoint
 from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_mr import load
+from fedjax_mr import files, load
 from fedjax_mr.analysis import runs
-from fedjax_mr.data import files
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints

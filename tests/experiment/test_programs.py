@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.analysis import plots
+from fedjax_mr import plots
 from fedjax_mr.engine import program
 from fedjax_mr.experiment import run as running
 

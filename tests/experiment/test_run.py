@@ -22,7 +22,7 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr import main as command
-from fedjax_mr.analysis import plots
+from fedjax_mr import plots
 from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.sources import digits
 from fedjax_mr.errors import UserError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.analysis import plots
+from fedjax_mr import plots
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import COLUMNS, run_state
 from fedjax_mr.strategies import fedprox

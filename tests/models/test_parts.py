@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.client import local
+from fedjax_mr.engine import rounds
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Zoo, layers, parts

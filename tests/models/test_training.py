@@ -11,10 +11,11 @@ import optax
 import pytest
 
 from fedjax_mr import models
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.data import Split
-from fedjax_mr.engine import local, rounds
+from fedjax_mr.engine import rounds
 from fedjax_mr.engine.clients import client_axis
-from fedjax_mr.engine.samples import ClientData, Samples
 from fedjax_mr.strategies import STRATEGIES, Problem
 from fedjax_mr.strategies.hyper import bind
 

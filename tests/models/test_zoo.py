@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import models
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import ClientData
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from fedjax_mr import models, trees
-from fedjax_mr.engine import local, rounds
-from fedjax_mr.engine.samples import ClientData, Samples, one_client
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData, Samples, one_client
+from fedjax_mr.engine import rounds
 from fedjax_mr.strategies.base import Cohort, Problem
 from fedjax_mr.testing.federations import ThinHead
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.strategies import STRATEGIES, Cohort, base
 from fedjax_mr.strategies.base import GlobalModel, Models, averaging, circulating
 from fedjax_mr.testing.federations import default_hyper

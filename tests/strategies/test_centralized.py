@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import Config
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import ClientData, Samples
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.run import run
 from fedjax_mr.strategies import centralized

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import models, trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.engine.round import CLIENT, SERVER
 from fedjax_mr.strategies import Cohort, fedgen
 from fedjax_mr.strategies.fedgen import Hyper

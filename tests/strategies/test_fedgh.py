@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine.samples import gather
+from fedjax_mr.client.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedgh
 from fedjax_mr.strategies.fedgh import Hyper, Memory, State

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.engine import local, mutual
-from fedjax_mr.engine.mutual import Pair, Weights
-from fedjax_mr.engine.samples import gather
+from fedjax_mr.client import local, mutual
+from fedjax_mr.client.mutual import Pair, Weights
+from fedjax_mr.client.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedkemf
 from fedjax_mr.strategies.fedkemf import Hyper, Memory, State

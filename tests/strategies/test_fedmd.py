@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import gather
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedmd
 from fedjax_mr.strategies.base import LastModel

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import strategies as st
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.mutual import Weights
-from fedjax_mr.engine.samples import Samples, one_client
+from fedjax_mr.client import local
+from fedjax_mr.client.mutual import Weights
+from fedjax_mr.client.samples import Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Zoo
 from fedjax_mr.strategies import Cohort, fedme

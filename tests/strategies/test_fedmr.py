@@ -14,8 +14,8 @@ import pytest
 import scipy.stats
 
 from fedjax_mr import trees
+from fedjax_mr.client.local import Metrics
 from fedjax_mr.engine import round as engine_round
-from fedjax_mr.engine.local import Metrics
 from fedjax_mr.engine.round import CohortPlan, Progress
 from fedjax_mr.models import Layer
 from fedjax_mr.strategies import fedmr, indep

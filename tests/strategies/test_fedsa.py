@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.strategies import Cohort, fedsa
 from fedjax_mr.testing.federations import SIZES
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine import mutual
-from fedjax_mr.engine.mutual import Pair, Weights
+from fedjax_mr.client import mutual
+from fedjax_mr.client.mutual import Pair, Weights
 from fedjax_mr.strategies import fedavg, fml
 from fedjax_mr.strategies.base import GlobalModel
 from fedjax_mr.strategies.fml import Hyper

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import ClientData
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData
 from fedjax_mr.strategies import local_only
 from fedjax_mr.strategies.local_only import Hyper, Memory
 

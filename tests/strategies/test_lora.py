@@ -10,11 +10,11 @@ import optax
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData
 from fedjax_mr.clock import schedule
 from fedjax_mr.clock.asynchronous import Keys, asynchronous
-from fedjax_mr.engine import local
 from fedjax_mr.engine.round import dispatch
-from fedjax_mr.engine.samples import ClientData
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, adapters

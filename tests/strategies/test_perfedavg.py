@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import ClientData
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import perfedavg
 from fedjax_mr.strategies.base import GlobalModel

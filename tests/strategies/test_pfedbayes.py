@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.strategies import pfedbayes
 from fedjax_mr.strategies.pfedbayes import Gaussian, Hyper, Memory, State
 

@@ -8,7 +8,7 @@ import pytest
 from absl import logging
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import pfedme
 from fedjax_mr.strategies.base import GlobalModel, LastModel

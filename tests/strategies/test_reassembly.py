@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_mr import models
-from fedjax_mr.engine.samples import Samples
+from fedjax_mr.client.samples import Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import ConvBlock, DenseBlock, head

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr.data import files, inputs, npz
+from fedjax_mr import files
+from fedjax_mr.data import inputs, npz
 from fedjax_mr.data.federated import Dataset, first_position
 from fedjax_mr.data.values import as_array, ids, is_missing
 from fedjax_mr.errors import UserError

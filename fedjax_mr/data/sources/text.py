@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from fedjax_mr import untrusted
-from fedjax_mr.data import files, tokens
+from fedjax_mr import files, untrusted
+from fedjax_mr.data import tokens
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.data.sources.arrays import from_arrays

@@ -26,8 +26,7 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
-from fedjax_mr import untrusted
-from fedjax_mr.data import files
+from fedjax_mr import files, untrusted
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.data.sources import cifar

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import Samples, gather
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import Samples, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import calls
 from fedjax_mr.models.base import BlockNet, Model, Variables

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_mr.engine import local
+from fedjax_mr.client import local
 
 GREY = (0.299, 0.587, 0.114)  # weights of red, green and blue in brightness (ITU-R BT.601)
 TO_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))

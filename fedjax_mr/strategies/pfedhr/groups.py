@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedjax_mr.engine.samples import Array
+from fedjax_mr.client.samples import Array
 from fedjax_mr.strategies.pfedhr import similarity
 
 ITERATIONS = 10  # of k-means in the authors' code

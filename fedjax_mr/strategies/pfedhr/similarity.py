@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr.engine.samples import Array
+from fedjax_mr.client.samples import Array
 
 MIN_SUM = 1e-6  # lower bound of a sum of two CKAs, so that constant activations have a finite distance
 

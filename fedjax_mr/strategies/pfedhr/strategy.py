@@ -45,8 +45,8 @@ import optax
 from absl import logging
 
 from fedjax_mr import trees
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import ClientData
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import key_from_data
 from fedjax_mr.models import Model, Variables

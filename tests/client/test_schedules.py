@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.engine import local
-from fedjax_mr.engine.schedules import schedule
+from fedjax_mr.client import local
+from fedjax_mr.client.schedules import schedule
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from fedjax_mr.engine import local
-from fedjax_mr.engine.local import Batch, LocalSetting, LocalStep, Loss, Metrics
-from fedjax_mr.engine.samples import ClientData
+from fedjax_mr.client import local
+from fedjax_mr.client.local import Batch, LocalSetting, LocalStep, Loss, Metrics
+from fedjax_mr.client.samples import ClientData
 
 
 class Weights(NamedTuple):

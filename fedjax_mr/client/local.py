@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.engine.samples import Array, ClientData, Samples, gather, validation
+from fedjax_mr.client.samples import Array, ClientData, Samples, gather, validation
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.models import platforms
 from fedjax_mr.models.base import Model, Variables
@@ -99,7 +99,7 @@ class LocalSetting:
       momentum: momentum of ``sgd``. None: without.
       weight_decay: weight decay. None: without.
       clip_norm: largest L2 norm of the gradient of a batch. None: no limit.
-      schedule: round (float32, from 0) -> factor of ``lr``, see `engine.schedules`. A pytree. None: constant.
+      schedule: round (float32, from 0) -> factor of ``lr``, see `client.schedules`. A pytree. None: constant.
     """
 
     rule: str | optax.GradientTransformation = dataclasses.field(metadata=STATIC)

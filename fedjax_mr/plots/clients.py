@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr.analysis.plots.figure import WIDTH, column, name_axes, picture
-from fedjax_mr.analysis.plots.looks import COLOURS, STROKES, look, looks, number_of
+from fedjax_mr.plots.figure import WIDTH, column, name_axes, picture
+from fedjax_mr.plots.looks import COLOURS, STROKES, look, looks, number_of
 
 MOST_COLUMNS = 1000  # columns of the plot of a partition; with more clients, neighbours share a column
 

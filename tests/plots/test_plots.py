@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from fedjax_mr.analysis import plots
+from fedjax_mr import plots
 from fedjax_mr.errors import UserError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr.analysis.plots.figure import WIDTH, picture
+from fedjax_mr.plots.figure import WIDTH, picture
 
 
 def surfaces(

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr.analysis.plots.figure import picture
-from fedjax_mr.analysis.plots.looks import COLOURS
+from fedjax_mr.plots.figure import picture
+from fedjax_mr.plots.looks import COLOURS
 
 MOST_OWNERS = 20  # number of distinct colours
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_mr.analysis.plots.figure import picture
+from fedjax_mr.plots.figure import picture
 
 SIDE = 0.62  # inches per image
 LABEL = 2.6  # inches for the names of the rows

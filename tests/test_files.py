@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_mr import untrusted
-from fedjax_mr.data import files
+from fedjax_mr import files, untrusted
 from fedjax_mr.errors import UserError
 
 

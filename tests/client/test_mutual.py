@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_mr.engine import local, mutual
-from fedjax_mr.engine.mutual import Pair, Weights
-from fedjax_mr.engine.samples import ClientData
+from fedjax_mr.client import local, mutual
+from fedjax_mr.client.mutual import Pair, Weights
+from fedjax_mr.client.samples import ClientData
 
 
 @pytest.fixture(scope="module")

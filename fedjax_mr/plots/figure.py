@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_mr.data import files
+from fedjax_mr import files
 
 FORMATS = ("png", "pdf", "svg")
 WIDTH = 10.0  # inches

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_mr.engine import local
-from fedjax_mr.engine.samples import ClientData, Samples, gather
+from fedjax_mr.client import local
+from fedjax_mr.client.samples import ClientData, Samples, gather
 
 shuffle = jax.jit(local.shuffle, static_argnums=2)
 

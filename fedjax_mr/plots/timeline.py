@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_mr.analysis.plots.figure import WIDTH, name_axes, picture
-from fedjax_mr.analysis.plots.looks import COLOURS
+from fedjax_mr.plots.figure import WIDTH, name_axes, picture
+from fedjax_mr.plots.looks import COLOURS
 
 MOST_NAMED = 30  # rows with a name each; of more rows, only the first and the last have one
 TRANSFER, DROPPED, VERSION = "#B8C4CE", "#D9D9D9", "#9A9A9A"

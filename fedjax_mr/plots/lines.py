@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr.analysis.plots.figure import WIDTH, column, name_axes, picture
-from fedjax_mr.analysis.plots.looks import Look, looks
+from fedjax_mr.plots.figure import WIDTH, column, name_axes, picture
+from fedjax_mr.plots.looks import Look, looks
 
 Series = Mapping[str, tuple[Sequence[float] | np.ndarray, ...]]
 """Lines by name: x, y and, for a band around the line, its half width."""
