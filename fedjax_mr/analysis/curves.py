@@ -10,7 +10,7 @@ differ in their strokes and in the shades of this colour.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ LABELS = {
     "personal_accuracy": "clients' own test accuracy, mean",
     "validation_accuracy": "clients' validation accuracy, mean",
 }  # fmt: skip
+Line = tuple[Sequence[float], ...]  # x, y and, with several seeds, the standard deviation
 CROSS = "\N{MULTIPLICATION SIGN}"  # as drawn where a seed diverged
 
 
@@ -71,9 +72,9 @@ def main(arguments: argparse.Namespace) -> None:
 class Curves(NamedTuple):
     """Curves by panel and name, the method of each name, and crosses at the last evaluations of diverged seeds."""
 
-    panels: dict[str, plots.Series]
-    methods: dict[str, str]
-    crosses: dict[str, plots.Series]
+    panels: Mapping[str, plots.Series]
+    methods: Mapping[str, str]
+    crosses: Mapping[str, plots.Series]
     x_label: str
 
 
@@ -103,16 +104,18 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
             for each in _own(members, column):
                 found.append(_curve(panel, _line_name(title, each, column), members, each, x))
     unit, x_label = plots.unit_of(x, max((at for curve in found for at in curve.line[0]), default=0))
-    drawn = Curves({panel: {} for panel in by_panel}, {}, {panel: {} for panel in by_panel}, x_label)
+    lines: dict[str, dict[str, Line]] = {panel: {} for panel in by_panel}
+    crosses: dict[str, dict[str, Line]] = {panel: {} for panel in by_panel}
+    methods: dict[str, str] = {}
     for curve in found:
         name = _name(curve.name, [each for each in found if each.name == curve.name])
-        drawn.methods[name] = curve.method
-        drawn.panels[curve.panel][name] = _in_units(curve.line, unit)
-        drawn.crosses[curve.panel][name] = _in_units(curve.crosses, unit)
-    return drawn
+        methods[name] = curve.method
+        lines[curve.panel][name] = _in_units(curve.line, unit)
+        crosses[curve.panel][name] = _in_units(curve.crosses, unit)
+    return Curves(lines, methods, crosses, x_label)
 
 
-def _in_units(line: tuple[Sequence[float], ...], unit: float) -> tuple[Sequence[float], ...]:
+def _in_units(line: Line, unit: float) -> Line:
     """A line with x divided by ``unit``. Rounds stay integers."""
     return line if unit == 1 else (np.divide(line[0], unit).tolist(), *line[1:])
 
@@ -154,8 +157,8 @@ class _Curve(NamedTuple):
     panel: str
     name: str
     method: str
-    line: tuple[Sequence[float], ...]
-    crosses: tuple[Sequence[float], ...]
+    line: Line
+    crosses: Line
     seeds: int
     diverged: int
 
@@ -186,7 +189,7 @@ def _place_of(run: RunRecord, row: dict, x: str) -> float:
     return row["clock"]
 
 
-def _mean(histories: Sequence[dict[int, tuple[float, float]]]) -> tuple[Sequence[float], ...]:
+def _mean(histories: Sequence[dict[int, tuple[float, float]]]) -> Line:
     """The x at the rounds that all runs have, the mean and, for several runs, the sample standard deviation."""
     if not histories:
         return [], []
