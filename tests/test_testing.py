@@ -10,6 +10,7 @@ import pytest
 from jax.core import Tracer
 
 from fedjax_mr.strategies import STRATEGIES, Row, fedprox
+from fedjax_mr.testing import test_contract
 from fedjax_mr.testing.__main__ import main
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +45,13 @@ def test_the_row_of_a_strategy_has_the_hyper_parameters_of_the_contract(monkeypa
     engine("mine", "linear", hyper=fedprox.Hyper(mu=0.25)).shapes()
     default = small or fedprox.Hyper()
     assert set(built) == {float(np.float32(default.mu)), 0.25}
+
+
+def test_label_counts_that_the_row_does_not_name_break_the_contract(monkeypatch, engine):
+    test_contract.test_a_server_that_reads_label_counts_says_so(engine, "fedgen")
+    monkeypatch.setitem(STRATEGIES, "fedgen", STRATEGIES["fedgen"]._replace(label_counts=False))
+    with pytest.raises(AssertionError):
+        test_contract.test_a_server_that_reads_label_counts_says_so(engine, "fedgen")
 
 
 def test_it_says_that_pytest_is_missing(monkeypatch, capsys):

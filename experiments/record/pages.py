@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fedjax_mr import files
-from fedjax_mr.analysis import layouts
+from fedjax_mr.analysis import table as accuracies
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import kept
 from record import comparisons, conditions, documents, headers, tuning
@@ -96,12 +96,12 @@ def with_tables(text: str, results: Path) -> str:
     def table(match: re.Match) -> str:
         begin, name, options, end = match.groups()
         parser = argparse.ArgumentParser(exit_on_error=False)
-        layouts.add_arguments(parser)
+        accuracies.add_arguments(parser)
         path = str(results / f"{name}{kept.SUFFIX}")
         try:
             arguments = parser.parse_args([path, "--format=markdown", *shlex.split(options)])
         except argparse.ArgumentError as error:
             raise UserError(f"{begin.strip()}: {error}") from None
-        return f"{begin}{layouts.accuracy_text(arguments)}\n{end}"
+        return f"{begin}{accuracies.text(arguments)}\n{end}"
 
     return TABLE.sub(table, text)

@@ -25,9 +25,7 @@ def cells(choices: Sequence[Choice], *, over: Sequence[str]) -> list[list[str]]:
         results = [tables.percent(_result(best, column)) if best else "" for column in heads.values()]
         trials = str(best.count("finished")) if best else ""
         rows.append([name, *values, *results, trials, _count(candidates)])
-    rows = [["setting", *over, *heads, "seeds", "tried"], *rows]
-    shown = [position for position, column in enumerate(zip(*rows, strict=True)) if any(column[1:])]
-    return [[row[position] for position in shown] for row in rows]
+    return tables.filled([["setting", *over, *heads, "seeds", "tried"], *rows])
 
 
 def _result(best: Candidate, column: str) -> groups.Statistic:

@@ -10,7 +10,7 @@ differ in their strokes and in the shades of this colour.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ LABELS = {
     "personal_accuracy": "clients' own test accuracy, mean",
     "validation_accuracy": "clients' validation accuracy, mean",
 }  # fmt: skip
+Line = tuple[Sequence[float], ...]  # x, y and, with several seeds, the standard deviation
 CROSS = "\N{MULTIPLICATION SIGN}"  # as drawn where a seed diverged
 
 
@@ -71,9 +72,9 @@ def main(arguments: argparse.Namespace) -> None:
 class Curves(NamedTuple):
     """Curves by panel and name, the method of each name, and crosses at the last evaluations of diverged seeds."""
 
-    panels: dict[str, plots.Series]
-    methods: dict[str, str]
-    crosses: dict[str, plots.Series]
+    panels: Mapping[str, plots.Series]
+    methods: Mapping[str, str]
+    crosses: Mapping[str, plots.Series]
     x_label: str
 
 
@@ -96,31 +97,27 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
     by_panel: dict[str, list[RunRecord]] = {}
     for run in sorted(chosen, key=lambda run: _place(run, panels)):
         by_panel.setdefault(_panel(run, panels), []).append(run)
-    curves_of: dict[str, dict[str, _Curve]] = {}
+    found: list[_Curve] = []
+    for panel, in_panel in by_panel.items():
+        settings = groups.by_setting(in_panel)
+        for title, (_, members) in zip(groups.titles_of(settings), settings, strict=True):
+            for each in _own(members, column):
+                found.append(_curve(panel, _line_name(title, each, column), members, each, x))
+    unit, x_label = plots.unit_of(x, max((at for curve in found for at in curve.line[0]), default=0))
+    lines: dict[str, dict[str, Line]] = {panel: {} for panel in by_panel}
+    crosses: dict[str, dict[str, Line]] = {panel: {} for panel in by_panel}
     methods: dict[str, str] = {}
-    for title, own in by_panel.items():
-        settings = groups.by_setting(own)
-        titled = zip(groups.titles_of(settings), (members for _, members in settings), strict=True)
-        lines = [
-            (_line_name(name, each, column), members, each)
-            for name, members in titled
-            for each in _own(members, column)
-        ]
-        curves_of[title] = {name: _curve(members, each, x) for name, members, each in lines}
-        methods |= {name: members[0].method() for name, members, _ in lines}
-    largest = max((at for each in curves_of.values() for curve in each.values() for at in curve.line[0]), default=0)
-    unit, x_label = plots.unit_of(x, largest)
-    if unit != 1:
-        curves_of = {
-            title: {name: curve.in_units(unit) for name, curve in each.items()} for title, each in curves_of.items()
-        }
-    shown = {name: _name(name, [each[name] for each in curves_of.values() if name in each]) for name in methods}
-    return Curves(
-        {title: {shown[name]: curve.line for name, curve in each.items()} for title, each in curves_of.items()},
-        {shown[name]: method for name, method in methods.items()},
-        {title: {shown[name]: curve.crosses for name, curve in each.items()} for title, each in curves_of.items()},
-        x_label,
-    )
+    for curve in found:
+        name = _name(curve.name, [each for each in found if each.name == curve.name])
+        methods[name] = curve.method
+        lines[curve.panel][name] = _in_units(curve.line, unit)
+        crosses[curve.panel][name] = _in_units(curve.crosses, unit)
+    return Curves(lines, methods, crosses, x_label)
+
+
+def _in_units(line: Line, unit: float) -> Line:
+    """A line with x divided by ``unit``. Rounds stay integers."""
+    return line if unit == 1 else (np.divide(line[0], unit).tolist(), *line[1:])
 
 
 def _own(members: Sequence[RunRecord], column: str) -> list[str]:
@@ -157,31 +154,23 @@ def _panel(run: RunRecord, flags: str | None) -> str:
 class _Curve(NamedTuple):
     """One curve of one panel: its line, the crosses of diverged seeds, and the number of seeds of each kind."""
 
-    line: tuple[Sequence[float], ...]
-    crosses: tuple[Sequence[float], ...]
+    panel: str
+    name: str
+    method: str
+    line: Line
+    crosses: Line
     seeds: int
     diverged: int
 
-    def in_units(self, unit: float) -> "_Curve":
-        """The curve with x divided by ``unit``."""
-        divided = lambda part: (np.divide(part[0], unit).tolist(), *part[1:])
-        return self._replace(line=divided(self.line), crosses=divided(self.crosses))
 
-
-def _curve(members: Sequence[RunRecord], column: str, x: str) -> _Curve:
+def _curve(panel: str, name: str, members: Sequence[RunRecord], column: str, x: str) -> _Curve:
     diverged = [_history(run, column, x) for run in members if run.state == "diverged"]
     others = [_history(run, column, x) for run in members if run.state != "diverged"]
-    ends = [
-        max((at, value) for at, value in each.values() if math.isfinite(value))
-        for each in diverged
-        if any(math.isfinite(value) for _, value in each.values())
-    ]
-    return _Curve(
-        _mean(others or [each for each in diverged if each]),
-        ([at for at, _ in ends], [value for _, value in ends]),
-        len(others),
-        len(diverged),
-    )
+    finite = [[point for point in history.values() if math.isfinite(point[1])] for history in diverged]
+    ends = [max(points) for points in finite if points]
+    crosses = [at for at, _ in ends], [value for _, value in ends]
+    line = _mean(others or [history for history in diverged if history])
+    return _Curve(panel, name, members[0].method(), line, crosses, len(others), len(diverged))
 
 
 def _history(run: RunRecord, column: str, x: str) -> dict[int, tuple[float, float]]:
@@ -200,7 +189,7 @@ def _place_of(run: RunRecord, row: dict, x: str) -> float:
     return row["clock"]
 
 
-def _mean(histories: Sequence[dict[int, tuple[float, float]]]) -> tuple[Sequence[float], ...]:
+def _mean(histories: Sequence[dict[int, tuple[float, float]]]) -> Line:
     """The x at the rounds that all runs have, the mean and, for several runs, the sample standard deviation."""
     if not histories:
         return [], []

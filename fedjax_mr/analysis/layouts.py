@@ -1,6 +1,5 @@
-"""The table of accuracies in two layouts: one line per setting, or methods by settings as in a paper."""
+"""The table of accuracies as a paper prints it: methods by settings."""
 
-import argparse
 import collections
 import dataclasses
 import itertools
@@ -10,73 +9,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_mr.analysis import groups, papers, tables
-from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.tables import Line
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.report import last_evaluations
 
-VALUES: dict[str, tuple[str, Callable[[Line], Statistic]]] = {
-    "last_10": ("mean of {} evaluations", lambda line: line.last_10),
-    "last": ("last evaluation", lambda line: line.last),
-    "best": ("best evaluation", lambda line: line.best),
-    "checkpoint": ("best checkpoint", lambda line: line.checkpoint),
-    "personal": ("mean over the clients' own models", lambda line: line.personal),
-    "finetuned": ("mean over the clients' fine-tuned models", lambda line: line.finetuned),
+VALUES = {
+    "last_10": "mean of {} evaluations",
+    "last": "last evaluation",
+    "best": "best evaluation",
+    "checkpoint": "best checkpoint",
+    "personal": "mean over the clients' own models",
+    "finetuned": "mean over the clients' fine-tuned models",
 }
 DIVISION = ("partition", "partition_file", *titles.DIVISIONS)
 DATA = ("dataset", "label_mode", *DIVISION, "clients")  # never a matter of the method, so always columns
 LEVELS = (("dataset", "label_mode"), ("model",), DIVISION)  # of the head; every other flag is one of its own
+MARKS = {
+    "text": ("*{}*", "_{}_"),
+    "markdown": ("**{}**", "<u>{}</u>"),
+    "csv": ("{}", "{}"),
+    "latex": (r"\textbf{{{}}}", r"\underline{{{}}}"),
+}  # of the best and the second in a column
 SAID = ("dataset", "model", "partition", "clients", "cohort", "rounds")  # in the notes if all have one
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the table of accuracies."""
-    groups.add_arguments(parser)
-    tables.add_format_argument(parser)
-    parser.add_argument(
-        "--target",
-        type=float,
-        metavar="FRACTION",
-        help="list the rounds, bytes and simulated seconds until this test accuracy is reached",
-    )
-    parser.add_argument(
-        "--round",
-        type=int,
-        metavar="R",
-        help="compare runs after round R, whatever came after. R must be a round after which they were evaluated",
-    )
-    parser.add_argument(
-        "--layout",
-        choices=("lines", "paper"),
-        default="lines",
-        help="lines: one line per setting. paper: methods by settings, best in bold, second underlined. Default: lines",
-    )
-    parser.add_argument("--value", choices=VALUES, help="accuracy in the layout paper. Default: last_10")
-    parser.add_argument(
-        "--papers", action="store_true", help="print the papers' values in brackets in the layout paper"
-    )
-
-
-def accuracy_text(arguments: argparse.Namespace) -> str:
-    """The table that the arguments of the command describe.
-
-    Raises:
-      UserError: a path holds no run, its files cannot be read, --target is out of range, or an option belongs to the
-        other layout.
-    """
-    if arguments.target is not None and not 0 <= arguments.target <= 1:  # also true for NaN
-        raise UserError(f"--target={arguments.target} is out of range (allowed: >= 0 and <= 1)")
-    if arguments.layout == "lines":
-        if options := [name for name in ("value", "papers") if getattr(arguments, name)]:
-            raise UserError(f"--{options[0]} needs --layout=paper")
-        return tables.accuracy_table(
-            arguments.runs, format=arguments.format, target=arguments.target, until=arguments.round
-        )
-    if options := [name for name in ("target", "round") if getattr(arguments, name) is not None]:
-        raise UserError(f"--{options[0]} needs --layout=lines")
-    value = arguments.value or "last_10"
-    return paper_table(arguments.runs, format=arguments.format, value=value, with_papers=arguments.papers)
 
 
 def paper_table(
@@ -103,10 +58,9 @@ def paper_table(
         raise UserError("no run is finished")
     grid = _arranged(lines)
     ((count, _),) = collections.Counter(line.finished for line in lines if line.finished).most_common(1)
-    words, of = VALUES[value]
-    numbers = [number for line in lines for number in line.evaluations if number]
-    evaluations = dict.fromkeys(last_evaluations(number).replace("last", "the last") for number in sorted(numbers))
-    words = words.format(" or ".join(evaluations))
+    numbers = sorted(result["evaluations"] for line in lines for result in line.results)
+    evaluations = dict.fromkeys(last_evaluations(number).replace("last", "the last") for number in numbers)
+    words = VALUES[value].format(" or ".join(evaluations))
     seeds = f"; mean ± standard deviation over {count} seeds" if count > 1 else "; one seed"
     notes = [f"Test accuracy in percent, {words}{seeds}.", *grid.notes]
     if any(line.diverged for line in lines):
@@ -114,9 +68,18 @@ def paper_table(
     if with_papers:
         sources = dict.fromkeys(line.published.source for line in lines if line.published)
         notes.append(f"In brackets: {'; '.join(sources) or 'no paper has a number for these settings'}.")
-    cells = [[_cell(grid.lines.get((row, column)), of, count) for column in grid.columns] for row in grid.rows]
-    marks = [list(row) for row in zip(*(_marks(column) for column in zip(*cells, strict=True)), strict=True)]
-    return _WRITERS[format](grid, [[cell.text for cell in row] for row in cells], marks, notes)
+    cells = [[_cell(grid.lines.get((row, column)), value, count) for column in grid.columns] for row in grid.rows]
+    escape = tables.escaped if format == "latex" else str
+    columns = [_marked(column, escape, *MARKS[format]) for column in zip(*cells, strict=True)]
+    body = [[escape(name), *texts] for name, *texts in zip(grid.rows, *columns, strict=True)]
+    if format == "latex":
+        table = tables.tabular("l" + "c" * len(columns), _latex_head(grid.columns), body)
+        return "\n".join([*(f"% {note}" for note in notes), table])
+    head = ["method", *(", ".join(filter(None, column)) or "accuracy %" for column in grid.columns)]
+    table = tables.FORMATS[format]([head, *body])
+    if format == "csv":
+        return table
+    return "\n".join([table, "", *notes, *(["*best*, _second_"] if format == "text" else [])])
 
 
 # --- Rows and columns ------------------------------------------------------------------------------------------------
@@ -200,107 +163,42 @@ class Cell(NamedTuple):
     mean: str
 
 
-def _cell(line: Line | None, of: Callable[[Line], Statistic], count: int) -> Cell:
+def _cell(line: Line | None, value: str, count: int) -> Cell:
     if line is None:
         return Cell("", "")
-    text = tables.percent(of(line))
+    text = tables.percent(line.of(value))
     if not text and not line.finished:
         return Cell("diverged" if line.diverged else "unfinished", "")
     mean = text.partition(" ")[0]
     if text and (line.finished != count or line.diverged or line.unfinished):
         text += f" (n = {tables.seeds(line)})"
     if line.published:
-        text += f" [{tables.plus_minus(line.published.mean, line.published.deviation, digits=2)}]"
+        text += f" [{tables.paper(line.published)}]"
     return Cell(text, mean)
 
 
-BEST, SECOND = "best", "second"
+def _marked(cells: Sequence[Cell], escape: Callable[[str], str], best: str, second: str) -> list[str]:
+    """The texts of a column, with a mark around the best of several and the second of more than two."""
+    numbers = [float(cell.mean) for cell in cells if cell.mean]
+    means = sorted(set(numbers), reverse=True)
+    marks = {means[0]: best} if len(numbers) > 1 else {}
+    if len(numbers) > 2 and len(means) > 1:
+        marks[means[1]] = second
+    of = lambda cell: marks.get(float(cell.mean), "{}") if cell.mean else "{}"
+    return [of(cell).format(escape(cell.text)) for cell in cells]
 
 
-def _marks(cells: Sequence[Cell]) -> list[str]:
-    """The mark of each cell of a column: the best of several, the second of more than two, or ""."""
-    means = sorted({float(cell.mean) for cell in cells if cell.mean}, reverse=True)
-    with_mean = sum(bool(cell.mean) for cell in cells)
-    names = {means[0]: BEST} if with_mean > 1 else {}
-    if with_mean > 2 and len(means) > 1:
-        names[means[1]] = SECOND
-    return [names.get(float(cell.mean), "") if cell.mean else "" for cell in cells]
-
-
-# --- Formats ---------------------------------------------------------------------------------------------------------
-
-Texts = Sequence[Sequence[str]]
-
-
-def _flat(grid: Grid, texts: Texts, marks: Texts, marked: Mapping[str, str]) -> list[list[str]]:
-    """Cells of a table with one line of head. A mark is written around the number of a cell."""
-    head = [", ".join(filter(None, column)) or "accuracy %" for column in grid.columns]
-    rows = [
-        [name, *(marked.get(mark, "{}").format(text) for text, mark in zip(own, each, strict=True))]
-        for name, own, each in zip(grid.rows, texts, marks, strict=True)
-    ]
-    return [["method", *head], *rows]
-
-
-def _as_text(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> str:
-    table = tables.aligned(_flat(grid, texts, marks, {BEST: "*{}*", SECOND: "_{}_"}))
-    return "\n".join([table, "", *notes, "*best*, _second_"])
-
-
-def _as_markdown(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> str:
-    table = tables.markdown(_flat(grid, texts, marks, {BEST: "**{}**", SECOND: "<u>{}</u>"}))
-    return "\n".join([table, "", *notes])
-
-
-def _as_csv(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> str:
-    return tables.comma_separated(_flat(grid, texts, marks, {}))
-
-
-def _as_latex(grid: Grid, texts: Texts, marks: Texts, notes: Sequence[str]) -> str:
-    """A ``tabular`` with one line of head per level and rules of the package booktabs."""
-    commands = {BEST: r"\textbf{{{}}}", SECOND: r"\underline{{{}}}"}
-    levels = max(1, len(grid.columns[0]))
-    head = []
+def _latex_head(columns: Sequence[Column]) -> list[str]:
+    """The lines of the head, one per level. Equal neighbours share a cell, with a rule below."""
+    lines, levels = [], max(1, len(columns[0]))
     for level in range(levels):
         last = level == levels - 1
-        groups_of = [
-            (key[-1] if key else "Accuracy (%)", len(list(members)))
-            for key, members in itertools.groupby(grid.columns, key=lambda column: column[: level + 1])
-        ]
-        spans = [
-            text if count == 1 else rf"\multicolumn{{{count}}}{{c}}{{{text}}}" for text, count in _escaped(groups_of)
-        ]
-        head.append(" & ".join(["Method" if last else "", *spans]) + r" \\")
-        if not last:
-            ends = list(itertools.accumulate((count for _, count in groups_of), initial=1))
-            spans = [(first + 1, end) for first, end in itertools.pairwise(ends) if end > first + 1]
-            head += [" ".join(rf"\cmidrule(lr){{{first}-{end}}}" for first, end in spans)] if spans else []
-    body = [
-        " & ".join(
-            [
-                tables.escaped(name),
-                *(commands.get(mark, "{}").format(tables.escaped(text)) for text, mark in zip(own, each, strict=True)),
-            ]
-        )
-        + r" \\"
-        for name, own, each in zip(grid.rows, texts, marks, strict=True)
-    ]
-    return "\n".join(
-        [
-            *(f"% {note}" for note in notes),
-            rf"\begin{{tabular}}{{l{'c' * len(grid.columns)}}}",
-            r"\toprule",
-            *head,
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-        ]
-    )
-
-
-def _escaped(pairs: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    return [(tables.escaped(text), count) for text, count in pairs]
-
-
-_WRITERS: dict[str, Any] = {"text": _as_text, "markdown": _as_markdown, "csv": _as_csv, "latex": _as_latex}
+        cells, rules, first = ["Method" if last else ""], [], 2
+        for key, members in itertools.groupby(columns, key=lambda column: column[: level + 1]):
+            count, text = len(list(members)), tables.escaped(key[-1] if key else "Accuracy (%)")
+            cells.append(text if count == 1 else rf"\multicolumn{{{count}}}{{c}}{{{text}}}")
+            rules += [rf"\cmidrule(lr){{{first}-{first + count - 1}}}"] if count > 1 else []
+            first += count
+        lines.append(" & ".join(cells) + r" \\")
+        lines += [" ".join(rules)] if rules and not last else []
+    return lines

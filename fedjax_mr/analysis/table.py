@@ -10,14 +10,59 @@ and settings as columns.
 
 import argparse
 
-from fedjax_mr.analysis import layouts
+from fedjax_mr.analysis import groups, layouts, tables
+from fedjax_mr.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    layouts.add_arguments(parser)
+    """Add the arguments of the table of accuracies."""
+    groups.add_arguments(parser)
+    tables.add_format_argument(parser)
+    parser.add_argument(
+        "--target",
+        type=float,
+        metavar="FRACTION",
+        help="list the rounds, bytes and simulated seconds until this test accuracy is reached",
+    )
+    parser.add_argument(
+        "--round",
+        type=int,
+        metavar="R",
+        help="compare runs after round R, whatever came after. R must be a round after which they were evaluated",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("lines", "paper"),
+        default="lines",
+        help="lines: one line per setting. paper: methods by settings, best in bold, second underlined. Default: lines",
+    )
+    parser.add_argument("--value", choices=layouts.VALUES, help="accuracy in the layout paper. Default: last_10")
+    parser.add_argument(
+        "--papers", action="store_true", help="print the papers' values in brackets in the layout paper"
+    )
+
+
+def text(arguments: argparse.Namespace) -> str:
+    """The table that the arguments describe.
+
+    Raises:
+      UserError: a path holds no run, its files cannot be read, --target is out of range, or an option belongs to the
+        other layout.
+    """
+    if arguments.target is not None and not 0 <= arguments.target <= 1:  # also true for NaN
+        raise UserError(f"--target={arguments.target} is out of range (allowed: >= 0 and <= 1)")
+    if arguments.layout == "lines":
+        if options := [name for name in ("value", "papers") if getattr(arguments, name)]:
+            raise UserError(f"--{options[0]} needs --layout=paper")
+        return tables.accuracy_table(
+            arguments.runs, format=arguments.format, target=arguments.target, until=arguments.round
+        )
+    if options := [name for name in ("target", "round") if getattr(arguments, name) is not None]:
+        raise UserError(f"--{options[0]} needs --layout=lines")
+    value = arguments.value or "last_10"
+    return layouts.paper_table(arguments.runs, format=arguments.format, value=value, with_papers=arguments.papers)
 
 
 def main(arguments: argparse.Namespace) -> None:
     """Print the table."""
-    print(layouts.accuracy_text(arguments))
+    print(text(arguments))

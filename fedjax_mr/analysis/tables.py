@@ -1,6 +1,7 @@
 """Tables as plain text, Markdown, CSV or LaTeX, and the table of accuracies with the papers' values.
 
-A table is a sequence of rows of cells. The first row has the titles of the columns.
+A table is a sequence of rows of cells. The first row has the titles of the columns. (`tabulate` has these formats, too,
+but its Markdown has other bytes, and its LaTeX no notes and no head of several lines.)
 """
 
 import argparse
@@ -16,7 +17,6 @@ from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.folder import MetricsRow
 from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
 from fedjax_mr.experiment.rows import best_row
 
@@ -70,9 +70,21 @@ def escaped(text: str) -> str:
 
 def latex(rows: Sequence[Sequence[str]]) -> str:
     """A table as a LaTeX ``tabular`` with rules of the package booktabs."""
-    head, *body = [" & ".join(map(escaped, row)) + r" \\" for row in rows]
-    begin = rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}"
-    return "\n".join([begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
+    head, *body = [list(map(escaped, row)) for row in rows]
+    return tabular("l" + "r" * (len(head) - 1), [" & ".join(head) + r" \\"], body)
+
+
+def tabular(alignment: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A ``tabular`` from the lines of its head and the cells of its body."""
+    rows = [" & ".join(row) + r" \\" for row in body]
+    begin = rf"\begin{{tabular}}{{{alignment}}}"
+    return "\n".join([begin, r"\toprule", *head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"])
+
+
+def filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The rows without the columns that have only a title."""
+    shown = [position for position, column in enumerate(zip(*rows, strict=True)) if any(column[1:])]
+    return [[row[position] for position in shown] for row in rows]
 
 
 FORMATS: dict[str, Callable[[Sequence[Sequence[str]]], str]] = {
@@ -93,45 +105,36 @@ def add_format_argument(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One setting of the table of accuracies, over its seeds. Accuracies are fractions.
+    """One setting of the table of accuracies, over its seeds.
 
     Attributes:
       setting: the strategy, and the values by flag in which the line differs from others.
       runs: its runs, sorted by seed.
-      finished, diverged, unfinished: number of runs. Only finished runs enter the statistics.
-      last, best, last_10: accuracy of the last evaluation, of the best one, and mean of the last ten.
-      checkpoint: accuracy of the checkpoint that ``keep_best`` keeps, known if all runs have this setting.
-      evaluations: the smallest and the largest number of evaluations of a finished run. With at most ten, ``last_10``
-        is the mean of all.
-      personal, finetuned: mean over the clients of the final accuracy on their own test samples, before and after
-        fine-tuning.
-      rounds: rounds of the finished runs.
-      reached: number of finished runs that reached the target accuracy.
-      rounds_to_target, bytes_to_target, seconds_to_target: known if all finished runs reached it. Bytes of both
-        directions; seconds of simulated time.
-      clocked: whether the runs have simulated time.
+      results: what each finished run contributes, by the columns of `results_of`.
+      diverged, unfinished: number of other runs.
       published: the paper's value for this setting, or None.
     """
 
     setting: dict[str, Any]
     runs: tuple[RunRecord, ...]
-    finished: int
+    results: tuple[dict[str, Any], ...]
     diverged: int
     unfinished: int
-    last: Statistic
-    best: Statistic
-    last_10: Statistic
-    checkpoint: Statistic
-    evaluations: tuple[int, int]
-    personal: Statistic
-    finetuned: Statistic
-    rounds: int
-    reached: int
-    rounds_to_target: Statistic
-    bytes_to_target: Statistic
-    seconds_to_target: Statistic
-    clocked: bool
     published: Published | None
+
+    def of(self, column: str) -> Statistic:
+        """The statistic of a column over the finished runs; None if one of them lacks it."""
+        return Statistic.of(result[column] for result in self.results)
+
+    @property
+    def finished(self) -> int:
+        """Number of runs that enter the statistics."""
+        return len(self.results)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the longest finished run."""
+        return max((result["rounds"] for result in self.results), default=0)
 
 
 def accuracy_lines(
@@ -149,55 +152,51 @@ def accuracy_lines(
       until: a round at which all runs are taken to end, whatever came after. Default: the end of each run.
       published: rows of the papers' tables, as `papers.rows` returns them.
     """
-    return [_line(setting, members, target, until, published) for setting, members in groups.by_setting(chosen)]
+    lines = []
+    for setting, members in groups.by_setting(chosen):
+        members = sorted(members, key=lambda run: run.config.seed)
+        states = [_state(run, until) for run in members]
+        results = [
+            results_of(run, target, until) for run, state in zip(members, states, strict=True) if state == "finished"
+        ]
+        diverged = states.count("diverged")
+        unfinished = len(states) - len(results) - diverged
+        number = papers.lookup(members[0].config, published)
+        lines.append(Line(setting, tuple(members), tuple(results), diverged, unfinished, number))
+    return lines
 
 
-def _line(
-    setting: dict,
-    chosen: Sequence[RunRecord],
-    target: float | None,
-    until: int | None,
-    published: Sequence[Mapping[str, str]],
-) -> Line:
-    chosen = sorted(chosen, key=lambda run: run.config.seed)
-    states = [_state(run, until) for run in chosen]
-    ended = [run for run, state in zip(chosen, states, strict=True) if state == "finished"]
-    histories = [_history(run, until) for run in ended]
-    summaries = [summarise(rows, target) for rows in histories]
-    reached = [_first_at(rows, target) for rows in histories]
-    return Line(
-        setting=setting,
-        runs=tuple(chosen),
-        finished=len(histories),
-        diverged=states.count("diverged"),
-        unfinished=states.count("started") + states.count("new"),
-        last=Statistic.of(each["accuracy_last"] for each in summaries),
-        best=Statistic.of(each["accuracy_best"] for each in summaries),
-        last_10=Statistic.of(each["accuracy_mean_last_10"] for each in summaries),
-        checkpoint=Statistic.of(_of_best(run, rows) for run, rows in zip(ended, histories, strict=True)),
-        evaluations=(min(map(len, histories), default=0), max(map(len, histories), default=0)),
-        personal=Statistic.of(rows[-1].get("personal_accuracy") for rows in histories),
-        finetuned=Statistic.of(run.summary().get("finetuned_accuracy") if until is None else None for run in ended),
-        rounds=max((each["rounds"] for each in summaries), default=0),
-        reached=sum(row is not None for row in reached),
-        rounds_to_target=Statistic.of(row["round"] if row else None for row in reached),
-        bytes_to_target=Statistic.of(_bytes(row) if row else None for row in reached),
-        seconds_to_target=Statistic.of(row.get("clock") if row else None for row in reached),
-        clocked=any("clock" in rows[-1] for rows in histories),
-        published=papers.lookup(chosen[0].config, published),
-    )
+def results_of(run: RunRecord, target: float | None = None, until: int | None = None) -> dict[str, Any]:
+    """The results of a run by column; None if unknown. Accuracies are fractions.
 
-
-def _history(run: RunRecord, until: int | None) -> list[MetricsRow]:
-    """The evaluations of a run up to a round.
+    Accuracies: of the ``last`` evaluation, of the ``best`` one, the mean of the ``last_10``, and of the ``checkpoint``
+    that ``keep_best`` keeps. ``personal`` and ``finetuned`` are means over the clients of the final accuracy on their
+    own test samples, before and after fine-tuning. The first evaluation that reaches the target decides
+    ``rounds_to_target``, ``bytes_to_target`` (in all directions) and ``seconds_to_target`` (simulated).
 
     Raises:
-      UserError: one lacks a column that the table needs.
+      UserError: an evaluation lacks a column that the table needs.
     """
     rows = [row for row in run.rows() if until is None or row["round"] <= until]
     if missing := [name for row in rows for name in NEEDED if name not in row]:
         raise UserError(f"{run.path} is damaged (an evaluation has no {missing[0]})")
-    return rows
+    summary = summarise(rows, target)
+    best = best_row(rows) if run.config.keep_best else None
+    reached = next((row for row in rows if row["round"] == summary["rounds_to_target"]), None)
+    return {
+        "rounds": summary["rounds"],
+        "evaluations": len(rows),
+        "last": summary["accuracy_last"],
+        "best": summary["accuracy_best"],
+        "last_10": summary["accuracy_mean_last_10"],
+        "checkpoint": best and best["accuracy"],
+        "personal": rows[-1].get("personal_accuracy"),
+        "finetuned": run.summary().get("finetuned_accuracy") if until is None else None,
+        "clock": rows[-1].get("clock"),
+        "rounds_to_target": summary["rounds_to_target"],
+        "bytes_to_target": reached and reached["bytes_down"] + reached["bytes_up"] + reached.get("bytes_peer", 0),
+        "seconds_to_target": reached and reached.get("clock"),
+    }
 
 
 def _state(run: RunRecord, until: int | None) -> str:
@@ -205,24 +204,6 @@ def _state(run: RunRecord, until: int | None) -> str:
     if until is not None and any(row["round"] == until for row in run.rows_so_far()):
         return "finished"
     return "started" if until is not None and run.state == "finished" else run.state
-
-
-def _of_best(run: RunRecord, rows: Sequence[MetricsRow]) -> float | None:
-    """The accuracy of the best checkpoint of a run, or None if the run does not keep it."""
-    best = best_row(rows) if run.config.keep_best else None
-    return None if best is None else best["accuracy"]
-
-
-def _first_at(rows: Iterable[MetricsRow], target: float | None) -> MetricsRow | None:
-    """The first evaluation that reaches an accuracy, or None."""
-    if target is None:
-        return None
-    return next((row for row in rows if (row["accuracy"] or 0.0) >= target), None)
-
-
-def _bytes(row: MetricsRow) -> int:
-    """Bytes sent in all directions up to an evaluation."""
-    return row["bytes_down"] + row["bytes_up"] + row.get("bytes_peer", 0)
 
 
 def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> list[list[str]]:
@@ -236,27 +217,25 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
         "setting": lambda line: groups.name(line.setting),
         "seeds": seeds,
         "rounds": lambda line: str(line.rounds) if line.finished else "",
-        "last %": lambda line: percent(line.last),
-        "best %": lambda line: percent(line.best),
+        "last %": lambda line: percent(line.of("last")),
+        "best %": lambda line: percent(line.of("best")),
         "last 10 %": _last_10,
-        "best checkpoint %": lambda line: percent(line.checkpoint),
-        "clients' own %": lambda line: percent(line.personal),
-        "fine-tuned %": lambda line: percent(line.finetuned),
+        "best checkpoint %": lambda line: percent(line.of("checkpoint")),
+        "clients' own %": lambda line: percent(line.of("personal")),
+        "fine-tuned %": lambda line: percent(line.of("finetuned")),
     }
     if target is not None:
         columns |= {
-            f"rounds to {100 * target:g} %": lambda line: _to_target(line, line.rounds_to_target, 1, 0),
-            "MB to it": lambda line: _to_target(line, line.bytes_to_target, 1e6, 1),
-            "simulated s to it": lambda line: _to_target(line, line.seconds_to_target, 1, 0) if line.clocked else "",
+            f"rounds to {100 * target:g} %": lambda line: _to_target(line, "rounds_to_target", 1, 0),
+            "MB to it": lambda line: _to_target(line, "bytes_to_target", 1e6, 1),
+            "simulated s to it": lambda line: _to_target(line, "seconds_to_target", 1, 0) if _is_clocked(line) else "",
         }
     columns |= {
-        "paper %": lambda line: _paper(line.published),
+        "paper %": lambda line: paper(line.published),
         "difference": _difference,
         "paper": lambda line: line.published.source if line.published else "",
     }
-    filled = {head: [show(line) for line in lines] for head, show in columns.items()}
-    filled = {head: texts for head, texts in filled.items() if any(texts) or head == "setting"}
-    return [list(filled), *map(list, zip(*filled.values(), strict=True))]
+    return filled([list(columns), *([show(line) for show in columns.values()] for line in lines)])
 
 
 def seeds(line: Line) -> str:
@@ -267,24 +246,34 @@ def seeds(line: Line) -> str:
 
 
 def _last_10(line: Line) -> str:
-    shown, names = percent(line.last_10), dict.fromkeys(map(last_evaluations, line.evaluations))
-    return f"{shown} ({' or '.join(names)})" if shown and line.evaluations[0] <= LAST else shown
+    shown, counts = percent(line.of("last_10")), sorted(result["evaluations"] for result in line.results)
+    if not shown or counts[0] > LAST:
+        return shown
+    return f"{shown} ({' or '.join(dict.fromkeys(map(last_evaluations, (counts[0], counts[-1]))))})"
 
 
-def _to_target(line: Line, value: Statistic, unit: float, digits: int) -> str:
-    if line.finished and line.reached < line.finished:
-        return f"{line.reached} of {line.finished} reach it"
-    return plus_minus(*(None if part is None else part / unit for part in value), digits=digits)
+def _is_clocked(line: Line) -> bool:
+    """Whether a run has simulated time."""
+    return any(result["clock"] is not None for result in line.results)
 
 
-def _paper(number: Published | None) -> str:
+def _to_target(line: Line, column: str, unit: float, digits: int) -> str:
+    reached = sum(result["rounds_to_target"] is not None for result in line.results)
+    if reached < line.finished:
+        return f"{reached} of {line.finished} reach it"
+    return plus_minus(*(None if part is None else part / unit for part in line.of(column)), digits=digits)
+
+
+def paper(number: Published | None) -> str:
+    """A paper's value in percent, or nothing."""
     return plus_minus(number.mean, number.deviation, digits=2) if number else ""
 
 
 def _difference(line: Line) -> str:
-    if line.published is None or line.last_10.mean is None:
+    mean = line.of("last_10").mean
+    if line.published is None or mean is None:
         return ""
-    difference = f"{100 * line.last_10.mean - line.published.mean:+.2f}"
+    difference = f"{100 * mean - line.published.mean:+.2f}"
     return difference if line.rounds >= USUAL_ROUNDS else f"{difference} after {line.rounds} rounds"
 
 

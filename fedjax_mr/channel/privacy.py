@@ -18,24 +18,22 @@ draws the noise, which ends at 13.3 standard deviations and states the delta tha
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from fedjax_mr import trees
 from fedjax_mr.channel import base
 from fedjax_mr.channel.base import Context, Link, Sent, Values
+from fedjax_mr.channel.server import Server
 from fedjax_mr.errors import UserError
-from fedjax_mr.keys import key_from_data, random_key
+from fedjax_mr.keys import key_from_data
 from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy, Traffic, select_uniformly
 from fedjax_mr.strategies.hyper import require
 
 NOISE_ON = ("upload", "mean")
-PROBED = (0, *(10**power for power in range(10)))  # rounds in which a server is examined
 WORDS = 4  # of 32 random bits, in which `normal` looks for the first 1: the noise ends at sqrt(2 ln(2) 32 WORDS) = 13.3
 BITS_SHARE = 0.1  # at most this share of 1 / noise^2 is spent on the clients' bits, by default
 
@@ -276,9 +274,8 @@ def refusal(strategy: Strategy, problem: Problem, *, noise_on: str = "upload") -
 
     Server and payloads may depend on the clients' data only through the noisy values. So this refuses collections
     other than the parameters (BatchNorm), own selection of clients, host code between rounds, uploads with other
-    entries than float arrays, and servers that read numbers of samples or label counts. They are found by tracing the
-    functions of the strategy. With ``noise_on="mean"``, the server's update is run twice in several rounds, with
-    different uploads that have the same uniform mean: it must give the same state (relative tolerance 1e-4).
+    entries than float arrays, and servers that read numbers of samples or label counts. With ``noise_on="mean"``, it
+    also refuses servers that use more than the uniform mean of the uploads. `channel.server.Server` finds these facts.
 
     Call it once before a run, on the strategy without a channel. It traces several functions and takes about as long
     as building a round.
@@ -300,18 +297,18 @@ def refusal(strategy: Strategy, problem: Problem, *, noise_on: str = "upload") -
         return f"clients upload {', '.join(unprotected)}, which noise cannot protect: use a strategy without it"
     if not values:
         return "clients upload nothing that noise could protect: the strategy needs no privacy link"
-    shapes = _Shapes(strategy, problem, upload)
-    if shapes.server_reads("sizes"):
+    server = Server(strategy, problem, upload)
+    if server.reads("sizes"):
         return (
             "the server weights clients by their numbers of samples, which are not protected: pass weights=uniform if "
             "the strategy has it, or use privacy.uniform_weights"
         )
-    if shapes.server_reads_problem():
+    if server.reads_of_problem("sizes", "label_counts", "validation_sizes"):
         return (
             "the server reads the clients' numbers of samples or label counts, which are not protected: use another "
             "strategy"
         )
-    if noise_on == "mean" and not shapes.server_uses_only_the_mean():
+    if noise_on == "mean" and not server.uses_only_the_mean():
         return "the server uses more than the uniform mean of the uploads: pass noise_on=upload"
     return None
 
@@ -397,142 +394,6 @@ def hides_cohorts(strategy: Strategy, problem: Problem, *, sampling: str = "with
     """
     if strategy.select is not None or strategy.between_rounds is not None or strategy.init_memory is not None:
         return False
-    shapes = _Shapes(strategy, problem, base.upload_shapes(strategy, problem))
-    sees_absence = sampling == "poisson" and shapes.server_reads("sizes", also_whether_zero=True)
-    return not (shapes.server_reads("ids") or sees_absence)
-
-
-class _Shapes:
-    """The functions of a server and the shapes of their arguments."""
-
-    def __init__(self, strategy: Strategy, problem: Problem, upload: Payload) -> None:
-        self.strategy, self.problem = strategy, problem
-        ids = jax.ShapeDtypeStruct((problem.cohort_size,), jnp.int32)
-        sizes = jax.ShapeDtypeStruct(ids.shape, problem.sizes.dtype)
-        self.cohort = jax.eval_shape(Cohort, ids, sizes)
-        self.key = jax.eval_shape(lambda: random_key(0))
-        self.round = jax.ShapeDtypeStruct((), jnp.int32)
-        self.state = jax.eval_shape(strategy.init, self.key)
-        self.uploads = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((problem.cohort_size, *leaf.shape), leaf.dtype), upload
-        )
-
-    def server_reads(self, field: str, *, also_whether_zero: bool = False) -> bool:
-        """Whether payloads or the new state depend on a field of the cohort.
-
-        Comparisons such as ``sizes > 0`` only count with ``also_whether_zero``: every client has samples, and only late
-        or absent ones have size 0.
-        """
-        part = getattr(self.cohort, field)
-
-        def with_part(function: Callable) -> Callable:
-            return lambda part, cohort, state, *rest: function(state, cohort._replace(**{field: part}), *rest)
-
-        arguments = part, self.cohort, self.state, self.key, self.round, self.uploads
-        ignored = () if also_whether_zero else ("gt",)
-        functions = map(with_part, (self._dispatch, self._server_update))
-        return any(_depends_on_first(each, *arguments, ignored=ignored) for each in functions)
-
-    def server_reads_problem(self) -> bool:
-        """Whether payloads or states depend on numbers of samples or label counts in the problem."""
-        problem = self.problem
-        secrets = [each for each in (problem.sizes, problem.label_counts, problem.validation_sizes) if each is not None]
-        arguments = self.state, self.cohort, self.key, self.round, self.uploads
-        members = (self.strategy.global_model, self.strategy.individual_models)
-        functions = [
-            self._dispatch,
-            self._server_update,
-            lambda state, cohort, key, *rest: self.strategy.init(key),
-            *(lambda state, *rest, member=member: member(state) for member in members if member is not None),
-        ]
-        return any(_depends_on_constants(each, secrets, *arguments) for each in functions)
-
-    def server_uses_only_the_mean(self) -> bool:
-        """Whether the new state is the same for two sets of random uploads with the same uniform mean.
-
-        Some methods average in their first rounds only, so this examines the rounds `PROBED`, one after the other: each
-        starts from the state that the one before has left.
-        """
-        count, problem, key = self.problem.cohort_size, self.problem, random_key(0)
-        cohort = Cohort(jnp.arange(count, dtype=jnp.int32), problem.sizes[:count])
-
-        values, others = base.split(self.uploads)
-
-        @jax.jit
-        def update(state: Any, changes: Values, round: jax.Array) -> Any:
-            reference = base.received(values, others, self.strategy.dispatch(state, cohort, key))
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), others)
-            uploads = base.joined(jax.tree.map(jnp.add, reference, changes), zeros)
-            return self.strategy.server_update(state, uploads, cohort, round, key)[0]
-
-        rng = np.random.default_rng(0)
-        draw = lambda leaf: 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)
-        common = jax.tree.map(lambda leaf: np.mean(draw(leaf), axis=0, keepdims=True), values)
-
-        def near(leaf: jax.ShapeDtypeStruct, mean: np.ndarray) -> np.ndarray:
-            own = draw(leaf)
-            return mean + own - np.mean(own, axis=0, keepdims=True)
-
-        pair = [jax.tree.map(near, values, common) for _ in range(2)]
-        state = jax.jit(self.strategy.init)(key)
-        for round in PROBED:
-            first, second = (update(state, changes, jnp.int32(round)) for changes in pair)
-            if not all(_close(*leaves) for leaves in zip(*map(jax.tree.leaves, (state, first, second)), strict=True)):
-                return False
-            state = first
-        return True
-
-    def _dispatch(self, state: Any, cohort: Cohort, key: Any, round: Any, uploads: Any) -> Any:
-        return self.strategy.dispatch(state, cohort, key)
-
-    def _server_update(self, state: Any, cohort: Cohort, key: Any, round: Any, uploads: Any) -> Any:
-        if self.strategy.receive is not None:  # a compressed upload must be decoded first
-            payloads = self.strategy.dispatch(state, cohort, key)
-            state, uploads, _ = self.strategy.receive(state, uploads, payloads, cohort, round, key)
-        return self.strategy.server_update(state, uploads, cohort, round, key)[0]
-
-
-def _close(start: Any, first: Any, second: Any) -> bool:
-    """Whether two results differ by at most 1e-4 of what the round changed."""
-    if jnp.issubdtype(first.dtype, jax.dtypes.prng_key):
-        first, second, start = (jax.random.key_data(each) for each in (first, second, start))
-    if not np.issubdtype(first.dtype, np.floating):
-        return bool(np.array_equal(first, second))
-    change = max(np.max(np.abs(first - start), initial=0), np.max(np.abs(second - start), initial=0))
-    rounding = 16 * np.finfo(first.dtype).eps * np.max(np.abs(start), initial=0)
-    return bool(np.max(np.abs(first - second), initial=0) <= 1e-4 * change + rounding)
-
-
-def _depends_on_first(function: Callable, first: Any, *rest: Any, ignored: Sequence[str] = ()) -> bool:
-    closed = jax.make_jaxpr(function)(first, *rest)
-    return _reaches_outputs(closed.jaxpr, closed.jaxpr.invars[: len(jax.tree.leaves(first))], ignored)
-
-
-def _depends_on_constants(function: Callable, constants: list[Any], *arguments: Any) -> bool:
-    closed = jax.make_jaxpr(function)(*arguments)
-    secrets = [np.asarray(each) for each in constants]
-
-    def is_secret(value: Any) -> bool:
-        same = (each for each in secrets if np.shape(value) == each.shape and value.dtype == each.dtype)
-        return any(np.array_equal(value, each) for each in same)
-
-    found = [
-        variable for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True) if is_secret(value)
-    ]
-    return _reaches_outputs(closed.jaxpr, found)
-
-
-def _reaches_outputs(jaxpr: Any, sources: list[Any], ignored: Sequence[str] = ()) -> bool:
-    """Whether an output of a traced function may depend on some of its variables. Inner calls are not looked into.
-
-    Comparisons of these variables with 0 by the primitives ``ignored`` do not count.
-    """
-    reached = set(sources)
-    for equation in jaxpr.eqns:
-        inputs = {each for each in equation.invars if not isinstance(each, Literal)}
-        zeros = [each for each in equation.invars if isinstance(each, Literal) and np.all(each.val == 0)]
-        if equation.primitive.name in ignored and inputs <= set(sources) and len(zeros) == 1:
-            continue
-        if inputs & reached:
-            reached |= set(equation.outvars)
-    return any(not isinstance(each, Literal) and each in reached for each in jaxpr.outvars)
+    server = Server(strategy, problem, base.upload_shapes(strategy, problem))
+    sees_absence = sampling == "poisson" and server.reads("sizes", also_whether_zero=True)
+    return not (server.reads("ids") or sees_absence)

@@ -8,6 +8,8 @@ descriptor; otherwise it exits with that code.
 
 The process stops with its starter, which keeps the writing end of its standard input. The operating system closes it
 when the starter exits, even if it is killed; then this process sends itself SIGTERM, so the run writes its checkpoint.
+(The worker of a `concurrent.futures.ProcessPoolExecutor` would train on without its starter. It takes no signals, and
+its end by a signal is an error without the signal's number.)
 """
 
 import contextlib

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.channel.base import upload_shapes
+from fedjax_mr.channel.server import Server
 from fedjax_mr.client import local
 from fedjax_mr.engine import program
 from fedjax_mr.engine.personal import part_of, personal_variables
@@ -234,6 +236,14 @@ def test_the_server_keeps_no_samples_of_the_clients(engine, strategy):
     progress, _ = run(engine, [1])
     kept = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(progress.server))
     assert not any(np.asarray(sample).tobytes() in kept for sample in engine.constants.federation.samples.x)
+
+
+def test_a_server_that_reads_label_counts_says_so(engine, strategy):
+    """Real clients report them only if the strategy's row has ``label_counts``."""
+    problem, row = engine(strategy, **NORMED).constants.problem, STRATEGIES[strategy]
+    built = row.build(default_hyper(strategy), problem)
+    server = Server(built, problem, upload_shapes(built, problem))
+    assert row.label_counts or not server.reads_of_problem("label_counts")
 
 
 def test_traffic_equals_the_bytes_of_what_is_sent(engine, strategy, results):

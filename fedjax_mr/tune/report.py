@@ -63,10 +63,10 @@ def table(tuning: Tuning, standing: Standing, tests: Mapping[str, Sequence[Plann
             row[1], row[4] = _shown(tuning, chosen, trials) or "no flag searched", validation
             row[5:] = _tested(tests[strategy])
         rows.append(row)
-    filled = [position for position, column in enumerate(zip(*rows, strict=True)) if any(column[1:])]
-    rows = [[row[position] for position in filled] for row in rows]
     notes = [AT_END] if any(end in row[1] for row in rows[1:] for end in ("(least)", "(largest)")) else []
-    return "\n".join([_title(tuning, standing), "", tables.FORMATS["text"](rows), *([""] if notes else []), *notes])
+    return "\n".join(
+        [_title(tuning, standing), "", tables.aligned(tables.filled(rows)), *([""] if notes else []), *notes]
+    )
 
 
 def _title(tuning: Tuning, standing: Standing) -> str:
@@ -107,7 +107,7 @@ def _tested(runs: Sequence[PlannedRun]) -> list[str]:
     if not begun:
         return ["", "", f"0, {len(runs)} unfinished"]
     (line,) = tables.accuracy_lines(groups.find(begun))
-    return [tables.percent(line.last_10), tables.percent(line.personal), tables.seeds(line)]
+    return [tables.percent(line.of("last_10")), tables.percent(line.of("personal")), tables.seeds(line)]
 
 
 def write(tuning: Tuning, standing: Standing) -> None:

@@ -1,4 +1,8 @@
-"""Train trials rung by rung, and keep the best of each rung."""
+"""Train trials rung by rung, and keep the best of each rung.
+
+All trials of a rung end before the best are chosen, so all methods have equal numbers of trials in each rung. Optuna's
+`SuccessiveHalvingPruner` decides when a single trial arrives, so its numbers depend on the order in which trials end.
+"""
 
 import functools
 import time

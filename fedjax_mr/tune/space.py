@@ -8,7 +8,8 @@ A method is searched over the flags that it has. Without a file, only the learni
 
 Trials are points of a scrambled Halton sequence: they cover the space more evenly than independent draws, and the first
 T points do not depend on how many follow. Its column is chosen by the position of the flag in the file, so trial i has
-the same learning rate for every method. (`scipy.stats.qmc` has such a sequence, but takes a second to import.)
+the same learning rate for every method. `scipy.stats.qmc.Halton` draws other points for the same seed, so tunings that
+have begun, and the kept one of the record, could not be repeated with it.
 """
 
 import collections

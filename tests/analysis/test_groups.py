@@ -25,7 +25,7 @@ def test_a_run_that_was_made_twice_is_one_seed(keep):
     keep(other, [0.2], end=None).rename("runs/fedmr-not-finished")
     keep(config, [0.5, 0.5])
     (only,) = tables.accuracy_lines(groups.find(["runs"]))
-    assert (only.finished, only.unfinished, only.last.mean) == (2, 0, 0.6)
+    assert (only.finished, only.unfinished, only.of("last").mean) == (2, 0, 0.6)
 
 
 def test_settings_are_named_by_what_differs(keep):

@@ -37,17 +37,17 @@ def test_a_table_computed_by_hand(some_runs):
     lines = tables.accuracy_lines(some_runs, target=0.5, published=papers.rows())
     ours = line(lines, "fedmr")
     assert (ours.finished, ours.diverged, ours.unfinished, ours.rounds) == (3, 0, 0, 60)
-    assert ours.last == pytest.approx((0.60, 0.02))
-    assert ours.best == pytest.approx((1.85 / 3, 0.0351188), rel=1e-4)  # 0.65, 0.62, 0.58
-    assert ours.last_10 == pytest.approx((0.510, 0.002))
+    assert ours.of("last") == pytest.approx((0.60, 0.02))
+    assert ours.of("best") == pytest.approx((1.85 / 3, 0.0351188), rel=1e-4)  # 0.65, 0.62, 0.58
+    assert ours.of("last_10") == pytest.approx((0.510, 0.002))
     # 0.5 is first reached at rounds 10, 15, 15 with 30 bytes per round.
-    assert ours.reached == 3
-    assert ours.rounds_to_target == pytest.approx((40 / 3, 2.886751))
-    assert ours.bytes_to_target == pytest.approx((400, 86.60254))
+    assert [result["rounds_to_target"] for result in ours.results] == [10, 15, 15]
+    assert ours.of("rounds_to_target") == pytest.approx((40 / 3, 2.886751))
+    assert ours.of("bytes_to_target") == pytest.approx((400, 86.60254))
     assert ours.published == ("fedmr_kdd", 59.81, 0.60, "FedMR KDD'24, Table 1")
     average = line(lines, "fedavg")
-    assert (average.reached, average.rounds_to_target.mean) == (0, None)
-    assert average.last == pytest.approx((0.35, 0.0707107))
+    assert [result["rounds_to_target"] for result in average.results] == [None, None]
+    assert average.of("last") == pytest.approx((0.35, 0.0707107))
 
 
 def test_simulated_seconds_to_a_target(some_runs):
@@ -59,7 +59,7 @@ def test_simulated_seconds_to_a_target(some_runs):
         (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (run.path / "summary.json").write_text("{}")
     lines = tables.accuracy_lines(some_runs, target=0.5)
-    assert line(lines, "fedmr").seconds_to_target == pytest.approx((85 / 3, 17.559423))  # 10, 30, 45
+    assert line(lines, "fedmr").of("seconds_to_target") == pytest.approx((85 / 3, 17.559423))  # 10, 30, 45
     head, *cells = tables.accuracy_cells(lines, target=0.5)
     assert [row[head.index("simulated s to it")] for row in cells] == ["", "28 ± 18"]
 
@@ -113,7 +113,7 @@ def test_only_finished_runs_count(keep):
     keep(dataclasses.replace(config, seed=1), [0.1], end="diverged.txt")
     keep(dataclasses.replace(config, seed=2), [0.2], end=None)
     (only,) = tables.accuracy_lines(groups.find(["runs"]))
-    assert (only.finished, only.diverged, only.unfinished, only.last.mean) == (1, 1, 1, 0.5)
+    assert (only.finished, only.diverged, only.unfinished, only.of("last").mean) == (1, 1, 1, 0.5)
     assert tables.accuracy_cells([only])[1][1] == "1, 1 diverged, 1 unfinished"
 
 
@@ -124,8 +124,8 @@ def test_runs_after_a_round(some_runs, keep):
     keep(config, [0.1, 0.2, 0.3], end="diverged.txt")
     ours = line(tables.accuracy_lines(groups.find(["runs"]), until=15), "fedmr")
     assert (ours.finished, ours.diverged, ours.unfinished, ours.rounds) == (4, 0, 0, 15)
-    assert ours.evaluations == (3, 3)
-    assert ours.last.mean == pytest.approx(0.45)  # three of 0.5 and one of 0.3
+    assert [result["evaluations"] for result in ours.results] == [3, 3, 3, 3]
+    assert ours.of("last").mean == pytest.approx(0.45)  # three of 0.5 and one of 0.3
     after = line(tables.accuracy_lines(groups.find(["runs"]), until=60), "fedmr")
     assert (after.finished, after.diverged) == (3, 1)
     with pytest.raises(UserError, match=r"after round 7: choose another --round \(the nearest: 5, 10, 15\)"):

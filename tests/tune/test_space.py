@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.tune import space as spaces
 
@@ -123,3 +125,19 @@ def test_a_large_space_is_refused_or_drawn_from_without_being_listed():
 def test_a_missing_file_is_one_line():
     with pytest.raises(UserError, match=r"cannot read --space=absent.flags \(No such file"):
         spaces.read("absent.flags")
+
+
+def test_the_trials_of_the_kept_record_are_drawn_again():
+    """Other points for the same seed would leave half-finished tunings, and the record's, without their trials."""
+    experiments = Path(__file__).parents[2] / "experiments"
+    space = spaces.read(experiments / "record_space.txt")
+    kept_trials: dict[str, list[dict[str, str]]] = {}
+    for path in kept.find(experiments / "results" / "cifar10_equal_tuning.jsonl.gz"):
+        config = configuration.load(path)
+        flags = dict(flag[2:].split("=", 1) for flag in configuration.to_flags(config) if "=" in flag)
+        searched = {each.flag: flags[each.flag] for each in spaces.of_method(space, config.strategy).values()}
+        kept_trials.setdefault(config.strategy, []).append(searched)
+    assert len(kept_trials) == 8
+    for strategy, trials in kept_trials.items():
+        in_order = lambda choices: sorted(choices, key=lambda each: each["lr"])
+        assert in_order(trials) == in_order(spaces.draw(space, strategy, 6, seed=0))

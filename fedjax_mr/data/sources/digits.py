@@ -1,6 +1,7 @@
 """The 1,797 handwritten digits (8 x 8, 17 grey levels) included in scikit-learn: real data without a download.
 
-Fills: importing scikit-learn takes more than a second, so its file is read, and its stratified split drawn, without it.
+Importing scikit-learn takes as long as all other imports of a run together (3 s of one core), so its file is read, and
+its stratified split drawn, without it.
 """
 
 import importlib.util
