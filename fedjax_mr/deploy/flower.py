@@ -189,7 +189,9 @@ def _reply(message: Any, max_bytes: int) -> Content | DeliveryFailure:
     if not message.has_error():
         return _content(message.content, max_bytes)
     code, reason = message.error.code, str(message.error.reason or "").strip()
-    name = {**_LASTING, **_PASSING}.get(code, f"Flower's error {code}")
+    if code in _PASSING:
+        return DeliveryFailure(_PASSING[code], passing=True)
+    name = _LASTING.get(code, f"Flower's error {code}")
     return DeliveryFailure(f"{name}: {reason.splitlines()[-1]}" if reason else name, passing=code not in _LASTING)
 
 

@@ -318,7 +318,7 @@ def test_flowers_errors(grid):
     assert set(flower._LASTING) == set(lasting)
     assert all(getattr(codes, name.upper().replace(" ", "_")) == code for code, name in flower._PASSING.items())
     grid.errors[7] = grid.app.Error(codes.LOAD_CLIENT_APP_EXCEPTION, "Traceback:\n  ...\nNo module named fedjax_mr\n")
-    grid.errors[9] = grid.app.Error(codes.CLIENT_APP_CRASHED)
+    grid.errors[9] = grid.app.Error(codes.CLIENT_APP_CRASHED, "ClientApp stopped responding.")
     found = grid.ask(timeout=0.5)
     assert found[7] == transport.NoReply("the client's app cannot be loaded: No module named fedjax_mr")
     assert found[9] == transport.NoReply("no reply within 0.5 s (client app crashed)")
