@@ -3,6 +3,11 @@
 A new command is a file in this folder and a row of `COMMANDS`.
 """
 
+# ruff: noqa: E402
+from fedjax_mr.experiment import interrupts
+
+interrupts.begin(__name__)  # before the imports that take seconds
+
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +28,7 @@ from fedjax_mr.analysis import (
     timeline,
 )
 from fedjax_mr.errors import UserError, unknown_name, usual_arithmetic
-from fedjax_mr.experiment import imports, interrupts
+from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.messages import flags_in_errors
 
 PROGRAM = "python -m fedjax_mr.analysis"
