@@ -25,7 +25,7 @@ from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.keys import random_key
 from fedjax_mr.strategies import fedmr
-from fedjax_mr.strategies.base import unit_permutations
+from fedjax_mr.strategies.parts import unit_permutations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

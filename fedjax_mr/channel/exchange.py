@@ -15,7 +15,7 @@ from fedjax_mr.channel.base import Link
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.secure import exchange as secure
-from fedjax_mr.strategies.base import Info, LayerExchange, Payload, Problem, Strategy
+from fedjax_mr.strategies.interface import Info, LayerExchange, Payload, Problem, Strategy
 
 
 def exchange(problem: Problem, *, when: str = "before_upload", share: float = 0.5, repetitions: int = 1) -> Link:

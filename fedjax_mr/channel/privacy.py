@@ -31,8 +31,10 @@ from fedjax_mr.channel import base
 from fedjax_mr.channel.base import Context, Link, Sent, Values
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import key_from_data, random_key
-from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy, Traffic, select_uniformly
 from fedjax_mr.strategies.hyper import require
+from fedjax_mr.strategies.interface import Cohort, Payload, Problem, Strategy
+from fedjax_mr.strategies.parts import select_uniformly
+from fedjax_mr.strategies.traffic import Traffic
 
 NOISE_ON = ("upload", "mean")
 PROBED = (0, *(10**power for power in range(10)))  # rounds in which a server is examined

@@ -38,8 +38,8 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import Chosen, build_chosen, strategy_of
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import Problem, Strategy
-from fedjax_mr.strategies.base import Info, LayerExchange
 from fedjax_mr.strategies.hyper import LARGEST_INT32
+from fedjax_mr.strategies.interface import Info, LayerExchange
 
 
 class RemoteClients:

@@ -39,7 +39,7 @@ from fedjax_mr.engine.round import (
     train_client,
 )
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import Info, State, Strategy, kept_models
+from fedjax_mr.strategies.interface import Info, State, Strategy, kept_models
 
 Round = Callable[[Progress], tuple[Progress, Report]]
 RemoteTraining = Callable[[int, CohortPlan, ClientRow], tuple[CohortPlan, Any, Info]]

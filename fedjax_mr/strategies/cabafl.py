@@ -33,9 +33,11 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.client.samples import gather
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Cohort, Parcels, Problem, Strategy, circulating, copies_of_one, returned
 from fedjax_mr.strategies.fedgh import representation_width
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
+from fedjax_mr.strategies.parts import circulating, copies_of_one, returned
+from fedjax_mr.strategies.traffic import Parcels
 
 MOST_RANKED = 10_000  # cosines that are kept
 SMALLEST = 1e-6  # of 1 - cosine

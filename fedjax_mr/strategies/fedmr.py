@@ -30,8 +30,9 @@ from fedjax_mr import trees
 from fedjax_mr.channel.base import channel
 from fedjax_mr.channel.exchange import exchange
 from fedjax_mr.models.base import Layer, Variables
-from fedjax_mr.strategies.base import STARTS, Problem, Strategy, circulating, returned, unit_permutations
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import STARTS, circulating, returned, unit_permutations
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fedjax_mr.engine.round import dispatch, receive
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure import exchange as secure
 from fedjax_mr.strategies import STRATEGIES, fedavg, fedcross, fedmr
-from fedjax_mr.strategies.base import Parcels, Traffic
+from fedjax_mr.strategies.traffic import Parcels, Traffic
 from fedjax_mr.testing.federations import first_cohort, random_like
 
 

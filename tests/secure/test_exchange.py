@@ -16,7 +16,8 @@ from fedjax_mr.engine.round import dispatch
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure.exchange import draw, exchange, expected_unmoved
 from fedjax_mr.strategies import fedmr
-from fedjax_mr.strategies.base import Cohort, Models
+from fedjax_mr.strategies.interface import Cohort
+from fedjax_mr.strategies.parts import Models
 
 UNITS = 4000  # many units are many independent trials
 few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
