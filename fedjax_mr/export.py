@@ -4,13 +4,18 @@ FOLDER receives the variables (orbax), network.json (class, fields, normalisatio
 user-supplied network can only be exported in Python: fmr.load(RUN, model=...).export(FOLDER).
 """
 
+# ruff: noqa: E402
+from fedjax_mr.experiment import interrupts
+
+interrupts.begin(__name__)  # before the imports that take seconds
+
 import argparse
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports, interrupts
+from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.load import load
 from fedjax_mr.experiment.messages import flags_in_errors
 

@@ -11,7 +11,7 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr.engine.placement import HostMemory
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.strategies.base import different_numbers
+from fedjax_mr.strategies.parts import different_numbers
 
 MANY = 300_007  # a prime number, so that no other array has this size
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.core import Tracer
 
-from fedjax_mr.strategies import STRATEGIES, Row, fedprox
+from fedjax_mr.strategies import STRATEGIES, Contract, Row, fedprox
 from fedjax_mr.testing import test_contract
 from fedjax_mr.testing.__main__ import main
 
@@ -40,7 +40,7 @@ def test_the_row_of_a_strategy_has_the_hyper_parameters_of_the_contract(monkeypa
             built.append(float(hyper.mu))
         return fedprox.build(hyper, problem)
 
-    monkeypatch.setitem(STRATEGIES, "mine", Row(build, fedprox.Hyper, "me, 2026", small=small))
+    monkeypatch.setitem(STRATEGIES, "mine", Row(build, fedprox.Hyper, "me, 2026", contract=Contract(small=small)))
     engine("mine", "linear").shapes()
     engine("mine", "linear", hyper=fedprox.Hyper(mu=0.25)).shapes()
     default = small or fedprox.Hyper()

@@ -18,8 +18,11 @@ PARTS = {
             "Strategies",
             "The interface of a strategy, its settings, and strategies built from strategies.",
             [
-                "fedjax_mr.strategies.base",
+                "fedjax_mr.strategies.interface",
+                "fedjax_mr.strategies.parts",
+                "fedjax_mr.strategies.traffic",
                 "fedjax_mr.strategies.Row",
+                "fedjax_mr.strategies.Contract",
                 "fedjax_mr.strategies.hyper.field",
                 "fedjax_mr.strategies.transforms",
             ],

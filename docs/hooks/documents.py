@@ -15,7 +15,7 @@ PAGES = {
         for path in sorted((ROOT / "experiments" / "notebook").glob("*.md"))
     },
 }
-CODE = {"fedjax_mr/strategies/base.py": "api/strategies.md"}  # pages of the site that are made from code
+CODE = {"fedjax_mr/strategies/interface.py": "api/strategies.md"}  # pages of the site that are made from code
 LINK = re.compile(r"(!?)\[((?:[^\]\n]|\n(?!\n))*)\]\(([^)\s]+)\)")  # its text may be wrapped, but not over a blank line
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 

@@ -13,7 +13,7 @@ from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.base import usual_traffic
+from fedjax_mr.strategies.traffic import usual_traffic
 
 
 class Bytes(NamedTuple):

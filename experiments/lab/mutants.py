@@ -290,7 +290,7 @@ def stages(path: str, root: Path) -> list[list[str]]:
     by_name = [file for file in sorted(folder.glob("test_*.py")) if re.search(rf"\b{name}\b", file.read_text())]
     methods = []
     if room == "strategies":
-        of_all = [folder / "test_base.py", folder / "test_identities.py"]  # they have a row for many methods
+        of_all = [folder / "test_parts.py", folder / "test_identities.py"]  # they have a row for many methods
         by_name = [*of_all, *(file for file in by_name if file not in of_all)]
         methods = methods_by_file(root).get(name, ["fedavg", "fedmr", "scaffold", "clusamp"])
     elif room == "engine":  # every method trains through these files

@@ -39,9 +39,11 @@ import fedjax_mr as fmr
 from fedjax_mr import trees
 from fedjax_mr.client.samples import gather
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Cohort, Parcels, Problem, Strategy, circulating, copies_of_one, returned
 from fedjax_mr.strategies.fedgh import representation_width
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
+from fedjax_mr.strategies.parts import circulating, copies_of_one, returned
+from fedjax_mr.strategies.traffic import Parcels
 
 MOST_RANKED = 10_000  # cosines that are kept
 SMALLEST = 1e-6  # of 1 - cosine
@@ -246,5 +248,5 @@ fmr.STRATEGIES["cabafl"] = fmr.Row(
     "Xia et al., TCAD 2024",
     title="CaBaFL",
     only_simulated="its server measures the features of all clients, also of those that do not train",
-    small=Hyper(length=2, refresh=2),
+    contract=fmr.Contract(small=Hyper(length=2, refresh=2)),
 )

@@ -25,7 +25,7 @@ from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.keys import random_key
 from fedjax_mr.strategies import fedmr
-from fedjax_mr.strategies.base import unit_permutations
+from fedjax_mr.strategies.parts import unit_permutations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def replay(run: runs.RunRecord, *, last: int, back: int, data_dir: str | None = 
       UserError: the run does not recombine models on the server as FedMR does.
     """
     hyper = configuration.hyper(run.config)
-    if not isinstance(hyper, fedmr.Hyper) or hyper.secure or not hyper.server_recombines:
+    if not isinstance(hyper, fedmr.Hyper) or run.config.exchange != "none" or not hyper.server_recombines:
         raise UserError(f"{run.path}: only fedmr's recombination on the server can be replayed")
     if last < 0:
         raise UserError(f"--round={last} must be at least 0")

@@ -73,7 +73,7 @@ from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import REAL_CLIENTS, require_same_data
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.strategies.base import Payload
+from fedjax_mr.strategies.interface import Payload
 
 RESULTS = "leakage.json"  # results by `configuration.portable_name` of the run
 COLUMNS = 8  # images per row of the picture

@@ -47,8 +47,8 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData, backdoored
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.keys import random_key
-from fedjax_mr.strategies.base import Info, Problem, Strategy
 from fedjax_mr.strategies.hyper import require
+from fedjax_mr.strategies.interface import Info, Problem, Strategy
 
 Number = jax.Array | float
 ATTACKERS = 2**31 + 47  # stream of the random keys of a seed that draws the attackers; nothing else uses it

@@ -36,8 +36,9 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData, Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
-from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Cohort, Info, LayerExchange, Memory, Payload, Problem, Strategy, Traffic
+from fedjax_mr.strategies import interface, parts
+from fedjax_mr.strategies.interface import Cohort, Info, LayerExchange, Memory, Payload, Problem, Strategy
+from fedjax_mr.strategies.traffic import Traffic
 
 ORDER = ("robust", "attack", "privacy", "compression", "exchange")
 """The kinds of links, from the server to the network. A channel has at most one of each."""
@@ -115,7 +116,7 @@ class Link(NamedTuple):
 class State(NamedTuple):
     """The states of the inner strategy and of the links."""
 
-    inner: base.State
+    inner: interface.State
     links: tuple[Any, ...]
 
 
@@ -166,7 +167,7 @@ def channel(inner: Strategy, problem: Problem, links: Sequence[Link]) -> Strateg
 def _exchanging(inner: Strategy, exchange: LayerExchange) -> Strategy:
     """The strategy whose clients exchange layers, with the traffic of the exchange beside its own."""
 
-    def traffic(usual: Traffic, state: base.State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Traffic:
+    def traffic(usual: Traffic, state: interface.State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Traffic:
         counted = inner.traffic(usual, state, uploads, cohort, round) if inner.traffic else usual
         return counted._replace(peer=(*counted.peer, exchange.parcels(uploads["model"])))
 
@@ -188,14 +189,14 @@ class _Channel:
         self.inner, self.problem, self.links = inner, problem, links
 
     def strategy(self) -> Strategy:
-        inner, outer = self.inner, base.lifted(self.inner)
+        inner, outer = self.inner, parts.lifted(self.inner)
         remembers = inner.init_memory is not None or any(link.init_memory for link in self.links)
 
         def personal_model(part: Any, memory: Memory, data: ClientData, key: jax.Array) -> Any:
             assert outer.personal_model is not None
             return outer.personal_model(part, memory.inner if remembers else None, data, key)
 
-        def traffic(usual: base.Traffic, state: State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Any:
+        def traffic(usual: Traffic, state: State, uploads: Payload, cohort: Cohort, round: jax.Array) -> Any:
             assert outer.traffic is not None
             return outer.traffic(usual, state, {k: v for k, v in uploads.items() if k != NOTES}, cohort, round)
 

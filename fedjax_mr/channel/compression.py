@@ -61,7 +61,7 @@ from fedjax_mr import trees
 from fedjax_mr.channel.base import Context, Link, Sent, Values, joined, split
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.keys import random_key
-from fedjax_mr.strategies.base import Memory, Payload, Problem, Strategy
+from fedjax_mr.strategies.interface import Memory, Payload, Problem, Strategy
 
 KINDS = ("none", "qsgd", "int8", "sign", "topk", "randk")
 UNBIASED = ("qsgd", "randk")

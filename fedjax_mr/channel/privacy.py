@@ -30,8 +30,10 @@ from fedjax_mr.channel.base import Context, Link, Sent, Values
 from fedjax_mr.channel.server import Server
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import key_from_data
-from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy, Traffic, select_uniformly
 from fedjax_mr.strategies.hyper import require
+from fedjax_mr.strategies.interface import Cohort, Payload, Problem, Strategy
+from fedjax_mr.strategies.parts import select_uniformly
+from fedjax_mr.strategies.traffic import Traffic
 
 NOISE_ON = ("upload", "mean")
 WORDS = 4  # of 32 random bits, in which `normal` looks for the first 1: the noise ends at sqrt(2 ln(2) 32 WORDS) = 13.3

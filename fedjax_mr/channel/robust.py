@@ -61,7 +61,7 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.channel.base import Context, Link, Values
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.strategies.base import Info, Problem, Strategy
+from fedjax_mr.strategies.interface import Info, Problem, Strategy
 
 Tree = trees.Params
 Number = jax.Array | float

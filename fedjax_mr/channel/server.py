@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 
 from fedjax_mr.channel import base
 from fedjax_mr.keys import random_key
-from fedjax_mr.strategies.base import Cohort, Payload, Problem, Strategy
+from fedjax_mr.strategies.interface import Cohort, Payload, Problem, Strategy
 
 PROBED = (0, *(10**power for power in range(10)))  # rounds in which `Server.uses_only_the_mean` examines the update
 

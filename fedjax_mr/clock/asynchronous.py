@@ -26,8 +26,9 @@ from fedjax_mr import trees
 from fedjax_mr.channel.base import joined, received, split, upload_shapes
 from fedjax_mr.clock.schedule import Schedule
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Cohort, Info, Parcels, Payload, Problem, Strategy, Traffic
+from fedjax_mr.strategies import interface, parts
+from fedjax_mr.strategies.interface import Cohort, Info, Payload, Problem, Strategy
+from fedjax_mr.strategies.traffic import Parcels, Traffic
 
 VERSION = "version"  # entry of the payload: the version that a job received
 
@@ -65,7 +66,7 @@ class Keys(NamedTuple):
 class State(NamedTuple):
     """The state of the inner strategy, and the slots of S jobs."""
 
-    inner: base.State
+    inner: interface.State
     starts: Payload  # [S, ...] what the jobs were sent
     uploads: Payload  # [S, ...] what they have returned, once they are trained
     version: jax.Array  # int32, number of versions made
@@ -199,7 +200,7 @@ def asynchronous(
         )
         return inner.traffic(usual, state.inner, arrived, arrivals(round), round)
 
-    return base.lifted(inner)._replace(
+    return parts.lifted(inner)._replace(
         init=init,
         dispatch=dispatch,
         client_update=client_of_version(inner, problem, keys),

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 
 from fedjax_mr.clock.schedule import Choose
-from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import History
+from fedjax_mr.strategies import interface
+from fedjax_mr.strategies.interface import History
 
 
 def uniformly(key_of: Callable[[int], jax.Array]) -> Choose:
     """Choose idle clients uniformly, in random order.
 
-    If no client is busy, these are the clients that `strategies.base.select_uniformly` selects with the same key.
+    If no client is busy, these are the clients that `strategies.parts.select_uniformly` selects with the same key.
 
     Args:
       key_of: the key of each draw, by its number.
@@ -28,7 +28,7 @@ def uniformly(key_of: Callable[[int], jax.Array]) -> Choose:
     return choose
 
 
-def by(strategy_chooses: base.Choose, key_of: Callable[[int], jax.Array]) -> Choose:
+def by(strategy_chooses: interface.Choose, key_of: Callable[[int], jax.Array]) -> Choose:
     """Choose clients as a strategy does (`Strategy.choose`).
 
     Args:

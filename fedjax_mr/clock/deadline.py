@@ -29,7 +29,8 @@ from fedjax_mr.client.samples import ClientData
 from fedjax_mr.clock.fleet import Seconds
 from fedjax_mr.clock.schedule import JOB, Cohorts, Events
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import Cohort, Info, Parcels, Payload, Problem, Strategy, Traffic
+from fedjax_mr.strategies.interface import Cohort, Info, Payload, Problem, Strategy
+from fedjax_mr.strategies.traffic import Parcels, Traffic
 
 
 def asked(cohort: int, over_select: float) -> int:

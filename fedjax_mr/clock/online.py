@@ -25,14 +25,15 @@ from fedjax_mr.channel.base import upload_shapes
 from fedjax_mr.clock.asynchronous import VERSION, Keys, client_of_version
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
-from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Cohort, Info, Parcels, Payload, Problem, Strategy, Traffic
+from fedjax_mr.strategies import interface, parts
+from fedjax_mr.strategies.interface import Cohort, Info, Payload, Problem, Strategy
+from fedjax_mr.strategies.traffic import Parcels, Traffic
 
 
 class State(NamedTuple):
     """The state of the inner strategy, and the jobs of the M models."""
 
-    inner: base.State
+    inner: interface.State
     uploads: Payload  # [M, ...] what the jobs have returned, once they are trained
     trained: jax.Array  # [M] bool
     version: jax.Array  # [M] int32: the version that each job received
@@ -147,7 +148,7 @@ def online(build: Callable[[Problem], Strategy], problem: Problem, seconds: Any,
         usual = Traffic((Parcels.of(1 + first, down),), (Parcels.of(1, up),), usual.peer)
         return usual if inner.traffic is None else inner.traffic(usual, state.inner, uploads, cohort, round)
 
-    return base.lifted(inner)._replace(
+    return parts.lifted(inner)._replace(
         init=init,
         dispatch=dispatch,
         client_update=client_of_version(inner, problem, keys),

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import History
+from fedjax_mr.strategies.interface import History
 
 REFILLS = ("update", "arrival")
 

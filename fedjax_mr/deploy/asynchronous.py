@@ -32,7 +32,7 @@ from fedjax_mr.experiment.experiment import keeps_validation, needs_tests_of_cli
 from fedjax_mr.experiment.folder import ARRIVALS
 from fedjax_mr.experiment.simulated_time import events_of
 from fedjax_mr.models import Model
-from fedjax_mr.strategies.base import Cohort, Info
+from fedjax_mr.strategies.interface import Cohort, Info
 
 
 class AsynchronousClients(RemoteClients):

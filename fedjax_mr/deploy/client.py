@@ -43,8 +43,8 @@ from fedjax_mr.experiment.method import local_setting, strategy_of
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.keys import key_from_data, random_key
 from fedjax_mr.models import Model
-from fedjax_mr.strategies.base import Cohort, Problem, Strategy
 from fedjax_mr.strategies.hyper import HIGHEST, LARGEST_INT32
+from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
 
 
 class NodeSettings(NamedTuple):

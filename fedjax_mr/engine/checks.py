@@ -1,4 +1,4 @@
-"""What the functions of a strategy must return, see `strategies.base.Strategy`.
+"""What the functions of a strategy must return, see `strategies.interface.Strategy`.
 
 The checks run while a round is traced, so they cost nothing in the rounds. Without them, a forgotten ``return`` would
 be an error of JAX that names neither the function nor the fault.
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fedjax_mr.client.local import Metrics
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import Cohort, Info, Memory, Payload, State
+from fedjax_mr.strategies.interface import Cohort, Info, Memory, Payload, State
 
 COLUMNS = (
     "round", "accuracy", "loss", "train_loss", "similarity", "bytes_down", "bytes_up", "bytes_peer", "images",

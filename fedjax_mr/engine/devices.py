@@ -16,6 +16,7 @@ import jax
 
 from fedjax_mr import files
 from fedjax_mr.errors import UserError
+from fedjax_mr.models.platforms import skip_absent_accelerators
 
 CACHE_BYTES = 2 * 1024**3
 _cpu_devices = -1  # value set by `_use_cores`, which a later run may raise; -1 is the default of JAX
@@ -124,6 +125,7 @@ def set_up_jax(
       UserError: as `refuse_settings`, or JAX has no device of the platform that the user asks for.
     """
     refuse_settings()
+    skip_absent_accelerators()
     count = cpu_devices(devices, cohort_size, num_processes=num_processes)
     # A waiting CPU collective occupies a thread that its partner may need, so several processes get more threads. One
     # process has no collectives (see `ClientAxis.fused`) and keeps one thread per core: XLA splits operations into as

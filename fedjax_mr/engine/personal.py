@@ -20,7 +20,7 @@ from fedjax_mr.engine.round import PERSONAL, ClientRow, CohortPlan, Federation, 
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.strategies.base import Info, Memory, Problem, State, Strategy
+from fedjax_mr.strategies.interface import Info, Memory, Problem, State, Strategy
 
 CLIENT_BATCH = 64  # test samples per step of one client; most clients have few
 

@@ -15,19 +15,9 @@ from fedjax_mr.client.samples import Array, ClientData, Samples, one_client
 from fedjax_mr.engine import checks
 from fedjax_mr.engine.clients import ClientAxis, assign, positions
 from fedjax_mr.engine.placement import CohortSamples
-from fedjax_mr.strategies.base import (
-    Cohort,
-    Info,
-    Memory,
-    Payload,
-    Problem,
-    State,
-    Strategy,
-    Traffic,
-    kept_for_validation,
-    select_uniformly,
-    usual_traffic,
-)
+from fedjax_mr.strategies.interface import Cohort, Info, Memory, Payload, Problem, State, Strategy
+from fedjax_mr.strategies.parts import kept_for_validation, select_uniformly
+from fedjax_mr.strategies.traffic import Traffic, usual_traffic
 
 # Streams of random keys. A key is folded from the seed, the stream, the round, the client id and the occurrence.
 INIT, SELECT, DISPATCH, CLIENT, SERVER, HOST, MEMORY, PERSONAL, CLOCK = range(9)

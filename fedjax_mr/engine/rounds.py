@@ -25,7 +25,7 @@ from fedjax_mr.engine.round import (
 )
 from fedjax_mr.engine.trials import OneTrial, SeveralTrials, stack_trials
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import Info, State, kept_models
+from fedjax_mr.strategies.interface import Info, State, kept_models
 
 RemoteTraining = Callable[[int, CohortPlan, ClientRow], tuple[CohortPlan, Any, Info]]
 """Training outside of this process: (round, plan, rows [K', ...]) -> (plan, trained rows, info), on the host."""

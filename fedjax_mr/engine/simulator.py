@@ -48,8 +48,8 @@ from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.base import Problem, Strategy
 from fedjax_mr.strategies.hyper import LARGEST_INT32, bind, check
+from fedjax_mr.strategies.interface import Problem, Strategy
 
 PLACEMENTS = ("auto", "device", "host")
 MOST_MEMORY_OF_CPU = 1_000_000_000  # bytes of the clients' memories on a CPU device; on the host only used rows exist

@@ -35,7 +35,7 @@ from fedjax_mr.engine.round import (
     train_client,
 )
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import State, Strategy, kept_models
+from fedjax_mr.strategies.interface import State, Strategy, kept_models
 
 Round = Callable[[Progress], tuple[Progress, Report]]
 

@@ -29,12 +29,15 @@ RESEND_SECONDS = 0.05  # by then the callback that dropped Ctrl-C has returned
 _received: list[int] = []  # signals that became a KeyboardInterrupt
 
 
-def begin() -> None:
+def begin(name: str) -> None:
     """Prepare a command of this package while it imports: Ctrl-C exits at once, and the standard streams work.
 
-    Programs that import the package as a library keep their own handling.
+    Programs that import the command's module keep their own handling.
+
+    Args:
+      name: ``__name__`` in the command's module.
     """
-    if not _is_command():
+    if name != "__main__" and Path(sys.argv[0]).stem != "fedjax-mr":  # the script imports `main`
         return
     streams.prepare()
     if _is_default():
@@ -95,14 +98,6 @@ def stop_signals(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_command() -> bool:
-    """Whether Python was started as ``python -m fedjax_mr.NAME`` or by the script ``fedjax-mr``."""
-    first = sys.argv[0] if sys.argv else ""
-    if first == "-m":  # Python's placeholder while it looks for the module
-        return any(word.removeprefix("-m").partition(".")[0] == "fedjax_mr" for word in sys.orig_argv)
-    return Path(first).stem == "fedjax-mr"
 
 
 def _is_default(*also: Any) -> bool:

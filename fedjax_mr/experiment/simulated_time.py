@@ -25,7 +25,7 @@ from fedjax_mr.experiment.method import Asynchrony, Online, build_chosen, chosen
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import Problem
-from fedjax_mr.strategies.base import select_uniformly
+from fedjax_mr.strategies.parts import select_uniformly
 
 
 def simulates_time(config: Config) -> bool:

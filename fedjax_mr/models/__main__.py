@@ -1,5 +1,10 @@
 """The command ``python -m fedjax_mr.models``: print the table of all networks."""
 
+# ruff: noqa: E402
+from fedjax_mr.experiment import interrupts
+
+interrupts.begin(__name__)  # before the imports that take seconds
+
 import argparse
 import math
 import sys
@@ -10,9 +15,10 @@ import jax
 from jax.extend import core
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports, interrupts
+from fedjax_mr.experiment import imports
 from fedjax_mr.models import MODELS, Model, build
 from fedjax_mr.models.base import describe
+from fedjax_mr.models.platforms import skip_absent_accelerators
 
 COLUMNS = ("model", "sample", "classes", "layers", "leaves", "parameters", "state bytes", "multiply-adds", "source")
 
@@ -94,6 +100,7 @@ def main() -> int:
     )
     try:
         imports.load(parser.parse_args().imports)
+        skip_absent_accelerators()  # the form of a convolution depends on the platform
         print(network_table())
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)

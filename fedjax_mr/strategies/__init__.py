@@ -53,7 +53,25 @@ from fedjax_mr.strategies import (
     scaffold,
     transforms,
 )
-from fedjax_mr.strategies.base import Cohort, Parcels, Problem, Strategy, Traffic
+from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
+from fedjax_mr.strategies.traffic import Parcels, Traffic
+
+
+class Contract(NamedTuple):
+    """What the contract (`fedjax_mr.testing`) must know about a strategy. Trained runs do not depend on it.
+
+    Attributes:
+      small: hyper-parameters with which the contract trains the strategy on a few clients with a few samples. Default:
+        those of ``hyper()``.
+      extrapolating: hyper-parameters with which models leave the range spanned by the clients' models. The contract
+        tests them too: no variance may become negative. None if no setting extrapolates.
+      own_batches: whether a client does something else than the usual epochs over all its samples. The contract then
+        does not count samples and steps.
+    """
+
+    small: Any = None
+    extrapolating: Any = None
+    own_batches: bool = False
 
 
 class Row(NamedTuple):
@@ -71,13 +89,8 @@ class Row(NamedTuple):
       label_counts: whether the server reads ``problem.label_counts``, which real clients then have to report.
       only_simulated: why the strategy cannot run on real clients; "" if it can.
       group: group of methods for lists; "" for methods registered outside the package.
-      small: hyper-parameters with which the contract (`fedjax_mr.testing`) trains the strategy on a few clients with a
-        few samples. Default: those of ``hyper()``.
-      extrapolating: hyper-parameters with which models leave the range spanned by the clients' models. The contract
-        tests them too: no variance may become negative. None if no setting extrapolates.
-      own_batches: whether a client does something else than the usual epochs over all its samples. The contract then
-        does not count samples and steps.
       adapters: whether the strategy needs a network with adapters (``models.adapters.lora``).
+      contract: what the contract must know about the strategy.
     """
 
     build: Callable[[Any, Problem], Strategy]
@@ -90,10 +103,8 @@ class Row(NamedTuple):
     label_counts: bool = False
     only_simulated: str = ""
     group: str = ""
-    small: Any = None
-    extrapolating: Any = None
-    own_batches: bool = False
     adapters: bool = False
+    contract: Contract = Contract()
 
 
 SETTINGS = (
@@ -106,14 +117,16 @@ def check_row(name: str, row: Any) -> None:
     """Check the row of a strategy that a user registers.
 
     Raises:
-      UserError: it is not a `Row`, its hyper-parameters are not a dataclass of defaults, or ``small`` or
-        ``extrapolating`` are not instances of it.
+      UserError: it is not a `Row`, its hyper-parameters are not a dataclass of defaults, or ``contract`` is no
+        `Contract` with instances of it.
     """
     place = f"fmr.STRATEGIES[{name!r}]"
     if not isinstance(row, Row) or not callable(row.build) or not isinstance(row.paper, str):
         raise UserError(f"{place} takes fmr.Row(build, Hyper or None, 'paper'), with build(hyper, problem) a function")
+    if not isinstance(row.contract, Contract):
+        raise UserError(f"{place}: contract must be fmr.Contract(...), not {row.contract!r}")
     for field in ("small", "extrapolating"):
-        value = getattr(row, field)
+        value = getattr(row.contract, field)
         if value is not None and type(value) is not row.hyper:
             raise UserError(f"{place}: {field} must be an instance of its hyper-parameters, not {value!r}")
     if row.hyper is None:
@@ -134,7 +147,7 @@ _OURS: dict[str, dict[str, Row]] = {
             fedexp.Hyper,
             "Jhunjhunwala et al., ICLR 2023",
             title="FedExP",
-            extrapolating=fedexp.Hyper(epsilon=0.0),
+            contract=Contract(extrapolating=fedexp.Hyper(epsilon=0.0)),
         ),
         "clusamp": Row(clusamp.build, clusamp.Hyper, "Fraboni et al., ICML 2021", title="CluSamp"),
     },
@@ -145,7 +158,7 @@ _OURS: dict[str, dict[str, Row]] = {
             scaffold.Hyper,
             "Karimireddy et al., ICML 2020",
             title="SCAFFOLD",
-            extrapolating=scaffold.Hyper(server_lr=2.0),
+            contract=Contract(extrapolating=scaffold.Hyper(server_lr=2.0)),
         ),
         "moon": Row(moon.build, moon.Hyper, "Li et al., CVPR 2021", title="MOON"),
         "fedgen": Row(
@@ -154,7 +167,7 @@ _OURS: dict[str, dict[str, Row]] = {
             "Zhu et al., ICML 2021",
             title="FedGen",
             label_counts=True,
-            small=fedgen.Hyper(steps=5, batch_size=16),
+            contract=Contract(small=fedgen.Hyper(steps=5, batch_size=16)),
         ),
         "feddyn": Row(feddyn.build, feddyn.Hyper, "Acar et al., ICLR 2021", title="FedDyn"),
         "feddc": Row(feddc.build, feddc.Hyper, "Gao et al., CVPR 2022", title="FedDC"),
@@ -178,7 +191,7 @@ _OURS: dict[str, dict[str, Row]] = {
             fedbuff.Hyper,
             "Nguyen et al., AISTATS 2022",
             title="FedBuff",
-            extrapolating=fedbuff.Hyper(lr=2.0),
+            contract=Contract(extrapolating=fedbuff.Hyper(lr=2.0)),
         ),
         "fedsa": Row(fedsa.build, fedsa.Hyper, "Ma et al., JSAC 2021", title="FedSA"),
         "gitfl": Row(gitfl.build, gitfl.Hyper, "Hu et al., RTSS 2023", title="GitFL"),
@@ -191,14 +204,14 @@ _OURS: dict[str, dict[str, Row]] = {
             fedcross.Hyper,
             "Hu et al., arXiv 2022",
             title="FedCross",
-            extrapolating=fedcross.Hyper(acceleration="pm_da", acceleration_rounds=8),
+            contract=Contract(extrapolating=fedcross.Hyper(acceleration="pm_da", acceleration_rounds=8)),
         ),
         "fedmut": Row(
             fedmut.build,
             fedmut.Hyper,
             "Hu et al., AAAI 2024",
             title="FedMut",
-            extrapolating=fedmut.Hyper(radius=8.0),
+            contract=Contract(extrapolating=fedmut.Hyper(radius=8.0)),
         ),
         "hypcluster": Row(hypcluster.build, hypcluster.Hyper, "Mansour et al., arXiv 2020", title="HypCluster"),
         "fedmerge": Row(fedmerge.build, fedmerge.Hyper, "Chen et al., AAAI 2026", title="FedMerge"),
@@ -209,7 +222,7 @@ _OURS: dict[str, dict[str, Row]] = {
             pfedme.Hyper,
             "Dinh et al., NeurIPS 2020",
             title="pFedMe",
-            extrapolating=pfedme.Hyper(beta=2.0, strength=1.0),
+            contract=Contract(extrapolating=pfedme.Hyper(beta=2.0, strength=1.0)),
         ),
         "perfedavg": Row(perfedavg.build, perfedavg.Hyper, "Fallah et al., NeurIPS 2020", title="Per-FedAvg"),
         "pfedbayes": Row(
@@ -217,7 +230,7 @@ _OURS: dict[str, dict[str, Row]] = {
             pfedbayes.Hyper,
             "Zhang et al., ICML 2022",
             title="pFedBayes",
-            small=pfedbayes.Hyper(zeta=0.1, lr=0.002),
+            contract=Contract(small=pfedbayes.Hyper(zeta=0.1, lr=0.002)),
         ),
         "ditto": Row(ditto.build, ditto.Hyper, "Li et al., ICML 2021", title="Ditto"),
         "fedrep": Row(partial.fedrep, partial.FedRep, "Collins et al., ICML 2021", title="FedRep"),
@@ -229,8 +242,10 @@ _OURS: dict[str, dict[str, Row]] = {
             mapper.Hyper,
             "Mansour et al., arXiv 2020",
             title="MAPPER",
-            extrapolating=mapper.Hyper(mode="fedme"),
-            own_batches=True,  # parts of the samples, once for every lambda
+            contract=Contract(
+                extrapolating=mapper.Hyper(mode="fedme"),
+                own_batches=True,  # parts of the samples, once for every lambda
+            ),
         ),
     },
     "several networks": {
@@ -253,7 +268,7 @@ _OURS: dict[str, dict[str, Row]] = {
             title="pFedHR",
             needs_public=True,
             only_simulated="its server evaluates each client's teacher on the client's samples",
-            small=pfedhr.Hyper(groups=2, max_candidates=2, server_epochs=1, server_lr=1e-4),
+            contract=Contract(small=pfedhr.Hyper(groups=2, max_candidates=2, server_epochs=1, server_lr=1e-4)),
         ),
         "fedmd": Row(
             fedmd.build,
@@ -263,7 +278,7 @@ _OURS: dict[str, dict[str, Row]] = {
             public=True,
             title="FedMD",
             needs_public=True,
-            small=fedmd.Hyper(public_epochs=1, private_epochs=2),  # a first round like the others
+            contract=Contract(small=fedmd.Hyper(public_epochs=1, private_epochs=2)),  # a first round like the others
         ),
         "fedgh": Row(fedgh.build, fedgh.Hyper, "Yi et al., ACM MM 2023", several=True, title="FedGH"),
         "fedproto": Row(
@@ -278,7 +293,8 @@ _OURS: dict[str, dict[str, Row]] = {
             public=True,
             title="FedKEMF",
             needs_public=True,
-            small=fedkemf.Hyper(server_lr=1e-6),  # Adam's steps are of full length even along rounding
+            # Adam's steps are of full length even along rounding.
+            contract=Contract(small=fedkemf.Hyper(server_lr=1e-6)),
         ),
         "fccl": Row(
             fccl.build,
@@ -288,7 +304,7 @@ _OURS: dict[str, dict[str, Row]] = {
             public=True,
             title="FCCL",
             needs_public=True,
-            small=fccl.Hyper(private_epochs=2),  # a first round like the others
+            contract=Contract(small=fccl.Hyper(private_epochs=2)),  # a first round like the others
         ),
         "heterofl": Row(
             heterofl.build,
@@ -359,4 +375,4 @@ def by_group() -> dict[str, list[str]]:
     return names
 
 
-__all__ = ["STRATEGIES", "Cohort", "Parcels", "Problem", "Row", "Strategy", "Traffic", "transforms"]
+__all__ = ["STRATEGIES", "Cohort", "Contract", "Parcels", "Problem", "Row", "Strategy", "Traffic", "transforms"]

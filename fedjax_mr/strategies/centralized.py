@@ -17,7 +17,9 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.base import Cohort, Problem, Strategy, Traffic, averaging, kept_for_validation
+from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
+from fedjax_mr.strategies.parts import averaging, kept_for_validation
+from fedjax_mr.strategies.traffic import Traffic
 
 
 def pool(data: ClientData, sizes: jax.Array, validation_sizes: jax.Array) -> ClientData:

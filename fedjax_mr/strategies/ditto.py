@@ -16,9 +16,10 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.client import local
-from fedjax_mr.strategies.base import LastModel, Problem, Strategy, averaging, untrained
 from fedjax_mr.strategies.feddyn import pull
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import LastModel, averaging, untrained
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,9 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import one_client
 from fedjax_mr.models import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start, public_samples
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import kept_model, nothing, own_start, public_samples
 
 EPSILON = 1e-6  # added to variances
 

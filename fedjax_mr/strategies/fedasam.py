@@ -28,8 +28,9 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.client.local import Batch, Loss
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import averaging
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ authors.
 
 import dataclasses
 
-from fedjax_mr.strategies.base import Problem, Strategy, averaging
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import averaging
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,9 @@ import dataclasses
 import jax.numpy as jnp
 
 from fedjax_mr import trees
-from fedjax_mr.strategies.base import Problem, Strategy, averaging, freshness, step_towards
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import averaging, freshness, step_towards
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,9 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Cohort, Problem, Strategy, averaging, participation, zero_params
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
+from fedjax_mr.strategies.parts import averaging, participation, zero_params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,10 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.models import layers
 from fedjax_mr.models.base import Model, Variables
-from fedjax_mr.strategies.base import Parcels, Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import averaging, to_all
+from fedjax_mr.strategies.traffic import Parcels
 
 SMALLEST_GAMMA = 1e-4  # lower bound of a decaying gamma (code of FedGen)
 

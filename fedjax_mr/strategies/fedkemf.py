@@ -25,8 +25,9 @@ from fedjax_mr.client.mutual import Pair, Weights
 from fedjax_mr.client.samples import one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start, public_samples, to_all
 from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import kept_model, nothing, own_start, public_samples, to_all
 
 AUTHORS_TEMPERATURE = 20.0
 

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr.client import local
-from fedjax_mr.strategies.base import Problem, Strategy, averaging
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import averaging
 
 ABSENT_MARGIN = 1e30  # excludes a class from the softmax
 

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging, unit_permutations
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import averaging, unit_permutations
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,9 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import averaging
 
 
 @dataclasses.dataclass(frozen=True)

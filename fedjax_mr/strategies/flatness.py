@@ -35,9 +35,10 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies import feddyn, scaffold
-from fedjax_mr.strategies.base import Problem, Strategy, averaging, to_all
 from fedjax_mr.strategies.fedasam import sharpness_aware
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import averaging, to_all
 
 SIMULATOR = "simulator of FedSpeed's authors"
 

@@ -14,8 +14,9 @@ import dataclasses
 
 from fedjax_mr.client import mutual
 from fedjax_mr.client.mutual import Pair, Weights
-from fedjax_mr.strategies.base import GlobalModel, Problem, Strategy, averaging, nothing, own_start
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import GlobalModel, averaging, nothing, own_start
 
 
 @dataclasses.dataclass(frozen=True)

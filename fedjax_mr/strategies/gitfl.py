@@ -27,8 +27,9 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import History, Problem, Strategy, circulating, copies_of_one, returned
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import History, Problem, Strategy
+from fedjax_mr.strategies.parts import circulating, copies_of_one, returned
 
 AHEAD, LEAST, MOST = 10.0, 2.0, 50.0  # weight of a branch: clip(AHEAD + version - mean version, LEAST, MOST)
 SMALLEST = 1e-6  # weight of a client in the selection

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.client import local
-from fedjax_mr.strategies.base import Models, Problem, Strategy, view
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy, view
+from fedjax_mr.strategies.parts import Models
 
 
 @dataclasses.dataclass(frozen=True)

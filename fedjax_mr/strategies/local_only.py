@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from fedjax_mr.client import local
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, kept_model, nothing, own_start
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import kept_model, nothing, own_start
 
 HIGHEST = jnp.finfo(jnp.float32).max  # the initial value of the lowest loss
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr.client import local
-from fedjax_mr.strategies.base import LastModel, Problem, Strategy, averaging, untrained
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import LastModel, averaging, untrained
 
 SMALLEST_NORM = 1e-8  # gives a zero vector cosine 0 with all others (PyTorch's constant)
 

@@ -41,8 +41,9 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Model, Variables
-from fedjax_mr.strategies.base import Problem, Strategy, to_all, view
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy, view
+from fedjax_mr.strategies.parts import to_all
 
 Path = tuple[str, ...]
 """Path of a tensor in the variables of a network: its collection, the names of modules, and its own name."""

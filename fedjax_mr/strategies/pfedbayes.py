@@ -35,8 +35,9 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.client.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, to_all
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import to_all
 
 
 @dataclasses.dataclass(frozen=True)

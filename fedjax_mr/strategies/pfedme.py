@@ -26,8 +26,9 @@ from fedjax_mr.client import local
 from fedjax_mr.client.local import Batch, LocalStep, Loss
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import LastModel, Problem, Strategy, averaging, step_towards, untrained
 from fedjax_mr.strategies.hyper import field
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import LastModel, averaging, step_towards, untrained
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,9 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.client.local import LocalSetting
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.base import Problem, Strategy, averaging, participation, step_towards, to_all, zero_params
 from fedjax_mr.strategies.hyper import field, require
+from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.strategies.parts import averaging, participation, step_towards, to_all, zero_params
 
 AUTHORS_CLIP_NORM = 10.0  # the FedMR authors' code
 

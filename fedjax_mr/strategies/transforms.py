@@ -23,8 +23,8 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import base
-from fedjax_mr.strategies.base import Strategy
+from fedjax_mr.strategies import interface, parts
+from fedjax_mr.strategies.interface import Strategy
 
 LEARNING_RATES = {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
 """Default learning rate of each optimizer for a server with one model. Sources: Hsu et al. 2019; the others: Flower."""
@@ -33,7 +33,7 @@ LEARNING_RATES = {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
 class State(NamedTuple):
     """The states of the inner strategy and of the server optimizer."""
 
-    inner: base.State
+    inner: interface.State
     optimizer: optax.OptState  # for K models: leaves [K, ...]
 
 
@@ -66,7 +66,7 @@ def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -
     if models is None:
         raise UserError(
             "this strategy has no server models that a server optimizer could update (Strategy.models): pass "
-            'server_optimizer=none, or, if the strategy is yours, add models=strategies.base.view("model")'
+            'server_optimizer=none, or, if the strategy is yours, add models=strategies.interface.view("model")'
         )
     batched = jax.vmap if models.stacked else lambda function: function
 
@@ -84,7 +84,7 @@ def server_optimizer(inner: Strategy, optimizer: optax.GradientTransformation) -
         params, moments = batched(step)(before["params"], after["params"], state.optimizer)
         return State(models.set(new, after | {"params": params}), moments), info
 
-    return base.lifted(inner)._replace(init=init, server_update=server_update)
+    return parts.lifted(inner)._replace(init=init, server_update=server_update)
 
 
 def make_server_optimizer(

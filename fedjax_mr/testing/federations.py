@@ -18,7 +18,9 @@ from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import Flatten
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.base import Cohort, averaging, usual_traffic
+from fedjax_mr.strategies.interface import Cohort
+from fedjax_mr.strategies.parts import averaging
+from fedjax_mr.strategies.traffic import usual_traffic
 from fedjax_mr.testing.adapted import adapted
 
 # The tests' programs are small and run for milliseconds, so optimising them would take longer than running them.
@@ -195,7 +197,8 @@ def constants(network="thin", *, seed=0, sizes=SIZES, **federation):
 def default_hyper(strategy):
     """The hyper-parameters with which the contract trains a strategy; None if it has none."""
     row = STRATEGIES[strategy]
-    return row.small if row.small is not None or row.hyper is None else row.hyper()
+    small = row.contract.small
+    return small if small is not None or row.hyper is None else row.hyper()
 
 
 def random_like(models, seed=0, *, scale=0.1):

@@ -9,7 +9,7 @@ from fedjax_mr.engine import rounds
 from fedjax_mr.engine.round import RunConstants, begin, finish, start, train_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.base import Problem, Strategy
+from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.testing.federations import default_hyper, simulator
 
 MakeLink = Callable[[Problem, bool], Link]

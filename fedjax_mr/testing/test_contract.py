@@ -21,8 +21,8 @@ from fedjax_mr.engine.program import Program
 from fedjax_mr.engine.round import plan
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.base import usual_traffic
 from fedjax_mr.strategies.hyper import info, numbers_of
+from fedjax_mr.strategies.traffic import usual_traffic
 from fedjax_mr.testing.federations import default_hyper, simulator
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
@@ -217,7 +217,7 @@ def test_the_loss_falls_on_an_easy_problem(engine, strategy, federation):
 @pytest.mark.parametrize("federation", quick_and(THIN))
 def test_no_variance_of_batchnorm_becomes_negative(engine, strategy, federation, extrapolating):
     """Only parameters may be extrapolated. Three methods failed here within eleven rounds when statistics were too."""
-    hyper = STRATEGIES[strategy].extrapolating if extrapolating else None
+    hyper = STRATEGIES[strategy].contract.extrapolating if extrapolating else None
     if extrapolating and hyper is None:
         pytest.skip("no setting extrapolates")
     one = engine(strategy, hyper=hyper, **federation)
@@ -272,7 +272,7 @@ def test_a_client_of_one_sample_and_almost_all_clients_at_once_train(engine, str
     cohort = lambda constants, server: plan(engine.axis, constants, server, jnp.int32(0)).cohort
     sizes = np.asarray(jax.jit(cohort)(engine.constants, engine.init().server).sizes)
     _, report = run(engine, [1])
-    if not STRATEGIES[strategy].own_batches:
+    if not STRATEGIES[strategy].contract.own_batches:
         assert int(report.images) == 2 * sum(sizes)  # epochs x samples: every sample once per epoch
         assert int(report.steps) == 2 * sum(-(-sizes // 4))  # batches of 4; no step is spent on padding
     assert np.isfinite(float(report.train_loss))

@@ -14,7 +14,8 @@ from fedjax_mr.channel.privacy import poisson
 from fedjax_mr.channel.robust import robust
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import Samples, one_client
-from fedjax_mr.strategies.base import Cohort, averaging
+from fedjax_mr.strategies.interface import Cohort
+from fedjax_mr.strategies.parts import averaging
 from fedjax_mr.testing.federations import constants
 
 COUNT = 3  # clients of a round

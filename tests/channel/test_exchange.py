@@ -15,7 +15,7 @@ from fedjax_mr.engine.round import dispatch, receive
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure import exchange as secure
 from fedjax_mr.strategies import STRATEGIES, fedavg, fedcross, fedmr
-from fedjax_mr.strategies.base import Parcels, Traffic
+from fedjax_mr.strategies.traffic import Parcels, Traffic
 from fedjax_mr.testing.federations import first_cohort, random_like
 
 
@@ -128,7 +128,8 @@ def test_what_holds_no_model_of_each_client_has_no_layers_to_exchange(federation
 
 def test_other_links_and_a_second_exchange_are_refused(problem):
     """In one channel or in two."""
-    plain, secure = fedmr.build(fedmr.Hyper(), problem), fedmr.build(fedmr.Hyper(secure=True), problem)
+    plain = fedmr.build(fedmr.Hyper(), problem)
+    secure = channel(plain, problem, [exchange(problem)])
     for other, reason in (
         (links.compression(problem, "topk", ratio=0.1), "cannot compress"),
         (links.robust(problem, "median", outliers=1, stacked=True), "mixes the layers"),

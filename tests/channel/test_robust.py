@@ -33,7 +33,8 @@ from fedjax_mr.channel.robust import (
 from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.base import Cohort, averaging
+from fedjax_mr.strategies.interface import Cohort
+from fedjax_mr.strategies.parts import averaging
 from fedjax_mr.testing.federations import constants, simulator
 
 COUNT, OUTLIERS = 7, 2

@@ -16,7 +16,8 @@ from fedjax_mr.clock.online import online
 from fedjax_mr.engine.round import CLIENT, DISPATCH, INIT, SELECT, SERVER, client_key, round_key
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES, fedasync, fedbuff, fedcross, fedmr, gitfl, on_any_network
-from fedjax_mr.strategies.base import Cohort, History, Strategy, Traffic
+from fedjax_mr.strategies.interface import Cohort, History, Strategy
+from fedjax_mr.strategies.traffic import Traffic
 from fedjax_mr.testing import federations as testing
 from fedjax_mr.testing.federations import default_hyper, make_engine, simulator, tree_close, tree_equal
 

@@ -15,7 +15,7 @@ from fedjax_mr.clock.fleet import Seconds
 from fedjax_mr.engine.round import SELECT, client_key, round_key
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import STRATEGIES, Cohort, fedavg, fedexp, fedswa, flatness, on_any_network
-from fedjax_mr.strategies.base import select_uniformly
+from fedjax_mr.strategies.parts import select_uniformly
 from fedjax_mr.testing.federations import (
     default_hyper,
     make_engine,

@@ -6,7 +6,8 @@ import numpy as np
 
 from fedjax_mr.clock.asynchronous import Keys
 from fedjax_mr.clock.online import online
-from fedjax_mr.strategies.base import Cohort, averaging
+from fedjax_mr.strategies.interface import Cohort
+from fedjax_mr.strategies.parts import averaging
 from fedjax_mr.testing.federations import constants
 
 

@@ -15,7 +15,7 @@ from fedjax_mr.client.samples import ClientData, validation
 from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.engine import personal
 from fedjax_mr.engine.round import PERSONAL
-from fedjax_mr.strategies.base import Strategy
+from fedjax_mr.strategies.interface import Strategy
 
 
 def federated(constants):

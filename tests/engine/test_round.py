@@ -12,7 +12,8 @@ from fedjax_mr.engine import round as rounds
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.round import Report, begin, finish, ids_by_slot, join, round_key, start, train_client
 from fedjax_mr.models import precision
-from fedjax_mr.strategies.base import Cohort, Parcels, Strategy, Traffic
+from fedjax_mr.strategies.interface import Cohort, Strategy
+from fedjax_mr.strategies.traffic import Parcels, Traffic
 
 
 def begun(rounds):

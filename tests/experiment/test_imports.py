@@ -156,7 +156,10 @@ BAD = {
     ),
     "bad default": (METHOD.replace("1.2", "-1.2"), "--further_further=-1.2 is out of range"),
     "bad type": (METHOD.replace(": float", ": dict"), "parameters of fmr.STRATEGIES['further'] must be a dataclass"),
-    "small": (METHOD.replace('2026")', '2026", small=3)'), "small must be an instance of its hyper-parameters, not 3"),
+    "small": (
+        METHOD.replace('2026")', '2026", contract=fmr.Contract(small=3))'),
+        "small must be an instance of its hyper-parameters, not 3",
+    ),
     "no entry": ("import fedjax_mr as fmr\nfmr.MODELS['mine'] = 3", "line 2: fmr.MODELS['mine'] takes"),
     "no source": ("import fedjax_mr as fmr\nfmr.SOURCES['mine'] = 3", "line 2: fmr.SOURCES['mine'] takes"),
     "no partition": (OTHERS.replace("fmr.Partitioner(halves)", "halves"), "line 8: fmr.PARTITIONS['halves'] takes"),

@@ -69,23 +69,40 @@ def test_without_ctrl_c_nothing_changes():
 
 
 @pytest.mark.parametrize(
-    ("first", "command_line", "expected"),
+    ("name", "program", "expected"),
     [
-        ("-m", "python -m fedjax_mr.main --lr=1", True),
-        ("-m", "python -u -mfedjax_mr.sweep", True),
-        ("/usr/bin/fedjax-mr", "python /usr/bin/fedjax-mr", True),
-        ("-m", "python -m another.fedjax_mr.main", False),
-        ("train.py", "python train.py -m fedjax_mr.main", False),
-        ("", "python", False),
+        ("__main__", "/package/fedjax_mr/main.py", True),  # python -m fedjax_mr.main
+        ("fedjax_mr.main", "/usr/bin/fedjax-mr", True),
+        ("fedjax_mr.main", "train.py", False),
+        ("fedjax_mr.sweep.__main__", "", False),  # in a notebook
+        ("__mp_main__", "/package/fedjax_mr/sweep/__main__.py", False),  # a process that the command has started
     ],
 )
-def test_only_commands_change_what_ctrl_c_does(monkeypatch, first, command_line, expected):
-    monkeypatch.setattr(sys, "argv", [first])
-    monkeypatch.setattr(sys, "orig_argv", command_line.split())
+def test_only_commands_change_what_ctrl_c_does(monkeypatch, name, program, expected):
+    monkeypatch.setattr(sys, "argv", [program])
     monkeypatch.setattr(interrupts.atexit, "register", lambda function: None)
     monkeypatch.setattr(interrupts.streams, "prepare", lambda: None)
-    interrupts.begin()
+    interrupts.begin(name)
     assert (signal.getsignal(signal.SIGINT) is interrupts._exit_at_once) == expected
+
+
+def test_importing_the_package_imports_nothing_and_its_names_leave_signals_and_devices_alone():
+    script = """
+import signal, sys
+before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.unraisablehook
+import fedjax_mr as fmr
+ours = {name for name in sys.modules if name.startswith("fedjax_mr")}
+assert ours == {"fedjax_mr"} and "jax" not in sys.modules, ours
+from fedjax_mr import *
+import jax
+assert Simulator is fmr.Simulator and fmr.trees.mean and set(dir(fmr)) == set(fmr.__all__) <= set(globals())
+assert not hasattr(fmr, "Simulater") and not hasattr(fmr, "_private")
+assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.unraisablehook) == before
+assert jax.config.values["jax_platforms"] is None
+jax.config.update("jax_num_cpu_devices", 3)  # refused if JAX had started
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from fedjax_mr.clock.asynchronous import Keys
 from fedjax_mr.engine.round import CLIENT, DISPATCH, HOST, INIT, client_key, round_key
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config
-from fedjax_mr.strategies import STRATEGIES, Cohort, base, gitfl
+from fedjax_mr.strategies import STRATEGIES, Cohort, gitfl, parts
 from fedjax_mr.testing.federations import constants, simulator, tree_close, tree_equal
 
 ROW = STRATEGIES.pop("cabafl")  # other tests are of the methods of the package
@@ -147,7 +147,7 @@ def test_each_client_receives_the_model_of_its_chain_and_uploads_the_trained_one
     cohort = Cohort(np.arange(3), np.ones(3), branches=None if branches is None else jnp.array(branches))
     sent = strategy.dispatch(state, cohort, jax.random.key(0))
     assert sent["model"]["w"].tolist() == [[1, 2, 6][row] for row in branches or range(3)]
-    monkeypatch.setattr(base.local, "train", lambda model, setting, *received: (received, "metrics"))
+    monkeypatch.setattr(parts.local, "train", lambda model, setting, *received: (received, "metrics"))
     upload = strategy.client_update({"model": "received"}, "memory", "data", 0, "key")
     assert upload == ({"model": ("received", "data", "key")}, "memory", "metrics")
 

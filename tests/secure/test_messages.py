@@ -15,7 +15,7 @@ from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure import messages as secure
 from fedjax_mr.secure.exchange import Repetition, draw
-from fedjax_mr.strategies.base import independent_starts
+from fedjax_mr.strategies.parts import independent_starts
 
 pytest.importorskip("cryptography", reason="the messages are encrypted: pip install 'fedjax_mr[secure]'")
 

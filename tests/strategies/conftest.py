@@ -14,7 +14,7 @@ from fedjax_mr import models, trees
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData, Samples, one_client
 from fedjax_mr.engine import round as one_round
-from fedjax_mr.strategies.base import Cohort, Problem
+from fedjax_mr.strategies.interface import Cohort, Problem
 from fedjax_mr.testing.federations import ThinHead
 
 FEDERATION = dict(sizes=(6, 3, 5, 2), cohort=3, batch_size=6, epochs=3, lr=0.1, momentum=0.5)  # full batches

@@ -10,7 +10,8 @@ from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.run import run
 from fedjax_mr.strategies import centralized
-from fedjax_mr.strategies.base import GlobalModel, Traffic
+from fedjax_mr.strategies.parts import GlobalModel
+from fedjax_mr.strategies.traffic import Traffic
 
 
 @pytest.mark.parametrize("cohort", [pytest.param(1, marks=pytest.mark.slow), 3])

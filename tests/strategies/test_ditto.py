@@ -6,8 +6,8 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.strategies import ditto
-from fedjax_mr.strategies.base import GlobalModel, LastModel
 from fedjax_mr.strategies.ditto import Hyper
+from fedjax_mr.strategies.parts import GlobalModel, LastModel
 
 
 @pytest.mark.slow  # quick: the tests by hand

@@ -6,7 +6,7 @@ import pytest
 
 from fedjax_mr.clock import hinge, polynomial
 from fedjax_mr.strategies import Cohort, fedasync, fedprox
-from fedjax_mr.strategies.base import GlobalModel
+from fedjax_mr.strategies.parts import GlobalModel
 
 MODEL, UPLOADS = {"params": {"w": jnp.array([1.0, -2.0])}}, jnp.array([[3.0, 5.0], [-1.0, 0.5], [2.0, 2.0]])
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr.strategies import Cohort, fedavg
-from fedjax_mr.strategies.base import GlobalModel
+from fedjax_mr.strategies.parts import GlobalModel
 
 
 def test_a_client_steps_along_the_gradient_from_the_received_model_and_uploads_the_result(tiny):

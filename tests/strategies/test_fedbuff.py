@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr.strategies import Cohort, fedbuff
-from fedjax_mr.strategies.base import GlobalModel
+from fedjax_mr.strategies.parts import GlobalModel
 
 
 @pytest.mark.parametrize("divide_by", ["buffer", "weights"])

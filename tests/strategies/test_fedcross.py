@@ -12,8 +12,8 @@ from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Layer
 from fedjax_mr.strategies import fedavg, fedcross
-from fedjax_mr.strategies.base import Cohort
 from fedjax_mr.strategies.fedcross import Hyper
+from fedjax_mr.strategies.interface import Cohort
 
 KINDS = ("cosine", "printed", "authors", "euclidean", "manhattan")
 

@@ -12,8 +12,8 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedmd
-from fedjax_mr.strategies.base import LastModel
 from fedjax_mr.strategies.fedmd import Hyper, State
+from fedjax_mr.strategies.parts import LastModel
 
 
 @pytest.mark.parametrize("kind", ["mae", "mse", "kl"])

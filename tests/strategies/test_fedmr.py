@@ -19,7 +19,8 @@ from fedjax_mr.engine import round as engine_round
 from fedjax_mr.engine.round import CohortPlan, Progress
 from fedjax_mr.models import Layer
 from fedjax_mr.strategies import fedmr, indep
-from fedjax_mr.strategies.base import Cohort, Models, unit_permutations
+from fedjax_mr.strategies.interface import Cohort
+from fedjax_mr.strategies.parts import Models, unit_permutations
 from fedjax_mr.testing.federations import first_cohort
 
 shapes = st.lists(st.lists(st.integers(1, 3), min_size=0, max_size=3), min_size=1, max_size=6)

@@ -8,8 +8,8 @@ from fedjax_mr import trees
 from fedjax_mr.client import mutual
 from fedjax_mr.client.mutual import Pair, Weights
 from fedjax_mr.strategies import fedavg, fml
-from fedjax_mr.strategies.base import GlobalModel
 from fedjax_mr.strategies.fml import Hyper
+from fedjax_mr.strategies.parts import GlobalModel
 
 
 @pytest.mark.slow  # quick: the tests by hand

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr.strategies import Cohort, gitfl
-from fedjax_mr.strategies.base import History
+from fedjax_mr.strategies.interface import History
 
 BRANCHES = np.array([[3.0, 5.0], [-1.0, 0.5], [2.0, 2.0]], np.float32)
 

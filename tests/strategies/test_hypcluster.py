@@ -12,8 +12,9 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData
 from fedjax_mr.strategies import hypcluster
-from fedjax_mr.strategies.base import Cohort, Models
 from fedjax_mr.strategies.hypcluster import Hyper
+from fedjax_mr.strategies.interface import Cohort
+from fedjax_mr.strategies.parts import Models
 
 
 def one_round(by_hand, models, clients):

@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.strategies import fedavg, fedmr
-from fedjax_mr.strategies.base import select_uniformly
+from fedjax_mr.strategies.parts import select_uniformly
 
 EQUAL_SIZES = (8, 8, 8, 8)
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_mr.strategies import STRATEGIES, base, gitfl, indep
-from fedjax_mr.strategies.base import Cohort, Models
+from fedjax_mr.strategies import STRATEGIES, gitfl, indep, parts
+from fedjax_mr.strategies.interface import Cohort
+from fedjax_mr.strategies.parts import Models
 from fedjax_mr.testing.federations import default_hyper
 
 MODELS = {"params": {"a": jnp.array([1.0, 2.0, 6.0]), "b": jnp.array([5.0, 7.0, 0.0])}}
@@ -41,7 +42,7 @@ def test_the_jth_client_of_the_cohort_receives_the_jth_model(federation, name):
 
 @pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross", "gitfl", "fedmut"])
 def test_a_client_trains_the_received_model_on_its_data_and_uploads_the_result(federation, monkeypatch, name):
-    monkeypatch.setattr(base.local, "train", lambda model, setting, *received: (received, "metrics"))
+    monkeypatch.setattr(parts.local, "train", lambda model, setting, *received: (received, "metrics"))
     strategy = STRATEGIES[name].build(default_hyper(name), federation("linear").problem)
     upload = strategy.client_update({"model": "received"}, "memory", "data", 0, "key")
     assert upload == ({"model": ("received", "data", "key")}, "memory", "metrics")
@@ -50,7 +51,7 @@ def test_a_client_trains_the_received_model_on_its_data_and_uploads_the_result(f
 @pytest.mark.parametrize("name", ["fedmr", "indep", "fedcross"])
 def test_the_setting_start_chooses_the_first_models(federation, monkeypatch, name):
     for start in ("copies", "independent"):
-        monkeypatch.setitem(base.STARTS, start, lambda problem, key, start=start: {"params": (start, key)})
+        monkeypatch.setitem(parts.STARTS, start, lambda problem, key, start=start: {"params": (start, key)})
         hyper = dataclasses.replace(default_hyper(name), start=start)
         models = STRATEGIES[name].build(hyper, federation("linear").problem).init("key").models
         assert models == {"params": (start, "key")}
@@ -59,7 +60,7 @@ def test_the_setting_start_chooses_the_first_models(federation, monkeypatch, nam
 def test_models_start_as_copies_and_on_request_as_independent_initialisations(federation):
     """As many as there are clients in a round, or clients in flight."""
     problem = federation("linear").problem
-    starts = lambda problem, key: (base.copies_of_one(problem, key), base.independent_starts(problem, key))
+    starts = lambda problem, key: (parts.copies_of_one(problem, key), parts.independent_starts(problem, key))
     for shape in jax.tree.leaves(jax.eval_shape(lambda key: starts(problem, key), jax.random.key(0))):
         assert shape.shape[0] == 3
     in_flight = dataclasses.replace(problem, in_flight=5)
@@ -73,8 +74,8 @@ def test_models_start_as_copies_and_on_request_as_independent_initialisations(fe
 def test_the_models_start_from_the_key_of_the_initialisation(federation, monkeypatch, name):
     row, keys = STRATEGIES[name], []
     start = lambda problem, key: keys.append(key) or MODELS
-    monkeypatch.setitem(base.STARTS, "copies", start)
-    for module in (base, gitfl):
+    monkeypatch.setitem(parts.STARTS, "copies", start)
+    for module in (parts, gitfl):
         monkeypatch.setattr(module, "copies_of_one", start)
     strategy = row.build(default_hyper(name), federation("linear").problem)
     key = jax.random.key(3)

@@ -19,7 +19,8 @@ from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, adapters
 from fedjax_mr.strategies import STRATEGIES, by_group, lora
-from fedjax_mr.strategies.base import Cohort, Parcels, Problem, Traffic, usual_traffic
+from fedjax_mr.strategies.interface import Cohort, Problem
+from fedjax_mr.strategies.traffic import Parcels, Traffic, usual_traffic
 from fedjax_mr.testing.adapted import WHOLE, adapted, random_models
 from fedjax_mr.testing.federations import federated, tree_close, tree_equal
 

@@ -12,8 +12,8 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedavg, mapper
-from fedjax_mr.strategies.base import GlobalModel
 from fedjax_mr.strategies.mapper import Hyper, Memory
+from fedjax_mr.strategies.parts import GlobalModel
 
 GRID = (0.0, 0.4, 1.0)
 divide = jax.jit(mapper.divide, static_argnums=1)

@@ -7,8 +7,8 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.strategies import moon
-from fedjax_mr.strategies.base import LastModel
 from fedjax_mr.strategies.moon import Hyper
+from fedjax_mr.strategies.parts import LastModel
 
 
 @pytest.mark.slow  # quick: the tests by hand

@@ -10,7 +10,7 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import perfedavg
-from fedjax_mr.strategies.base import GlobalModel
+from fedjax_mr.strategies.parts import GlobalModel
 from fedjax_mr.strategies.perfedavg import Hyper
 
 ALPHA = 0.3

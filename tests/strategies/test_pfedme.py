@@ -11,7 +11,7 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import pfedme
-from fedjax_mr.strategies.base import GlobalModel, LastModel
+from fedjax_mr.strategies.parts import GlobalModel, LastModel
 from fedjax_mr.strategies.pfedme import Hyper
 
 SETTING = Hyper(strength=4.0, inner_steps=3, eta=0.05, personal_lr=0.1, beta=0.5)

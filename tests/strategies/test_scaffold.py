@@ -11,7 +11,7 @@ import pytest
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedavg, scaffold
-from fedjax_mr.strategies.base import Cohort
+from fedjax_mr.strategies.interface import Cohort
 from fedjax_mr.strategies.scaffold import Hyper
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
-from fedjax_mr.strategies.base import LayerExchange
+from fedjax_mr.strategies.interface import LayerExchange
 
 K, N, C, S = 3, 6, 3, 10  # S: the public samples
 GENERATOR = 512 * (100 + C) + 512 + 16 * 512 + 16 + 4 * 512  # two dense layers and BatchNorm, to 16 features

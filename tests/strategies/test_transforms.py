@@ -24,7 +24,7 @@ from fedjax_mr.strategies import (
     indep,
     on_any_network,
 )
-from fedjax_mr.strategies.base import view
+from fedjax_mr.strategies.interface import view
 from fedjax_mr.strategies.transforms import LEARNING_RATES, make_server_optimizer, server_optimizer
 from fedjax_mr.testing.federations import first_cohort, random_like
 

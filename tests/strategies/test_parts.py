@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from fedjax_mr.client import local
-from fedjax_mr.strategies import STRATEGIES, Cohort, base
-from fedjax_mr.strategies.base import GlobalModel, Models, averaging, circulating
+from fedjax_mr.strategies import STRATEGIES, Cohort, interface, parts
+from fedjax_mr.strategies.parts import GlobalModel, Models, averaging, circulating
+from fedjax_mr.strategies.traffic import usual_traffic
 from fedjax_mr.testing.federations import default_hyper
 
 
@@ -29,7 +30,7 @@ def w_of(model):
 
 
 def test_every_unit_and_every_key_has_a_permutation_of_its_own():
-    drawn = [np.asarray(base.unit_permutations(jax.random.key(seed), 3, 8)) for seed in (0, 0, 1)]
+    drawn = [np.asarray(parts.unit_permutations(jax.random.key(seed), 3, 8)) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(np.sort(drawn[0], axis=1), np.tile(np.arange(8), (3, 1)))
     rows = {tuple(row) for permutations in drawn for row in permutations}
     assert len(rows) == 6  # three units under two keys; the same key draws the same
@@ -38,17 +39,17 @@ def test_every_unit_and_every_key_has_a_permutation_of_its_own():
 
 def test_clients_start_from_networks_of_their_own_and_their_own_architecture():
     problem: Any = numbered(architectures=jnp.array([0, 2, 1]), num_clients=3)
-    all = w_of(base.own_starts(problem, jax.random.key(0)))
+    all = w_of(parts.own_starts(problem, jax.random.key(0)))
     np.testing.assert_array_equal(all[:, 1], [0, 2, 1])
     assert len(set(all[:, 0].tolist())) == 3
-    one = w_of(base.own_start(problem, jax.random.key(0), jnp.int32(1)))
+    one = w_of(parts.own_start(problem, jax.random.key(0), jnp.int32(1)))
     np.testing.assert_array_equal(one, all[1])
 
 
 def test_k_models_start_as_copies_or_independently():
     problem: Any = numbered()
     copies, independent = (
-        w_of(start(problem, jax.random.key(0)))[:, 0] for start in (base.copies_of_one, base.independent_starts)
+        w_of(start(problem, jax.random.key(0)))[:, 0] for start in (parts.copies_of_one, parts.independent_starts)
     )
     assert copies.shape == independent.shape == (3,)  # M with asynchronous clients, not K
     assert len(set(copies.tolist())) == 1 and len(set(independent.tolist())) == 3
@@ -79,25 +80,25 @@ def test_asynchronous_clients_train_and_replace_the_models_of_their_branches():
 def test_the_server_steps_beyond_the_mean_but_takes_its_statistics():
     old = {"params": {"w": jnp.array(1.0)}, "batch_stats": {"var": jnp.array(5.0)}}
     mean = {"params": {"w": jnp.array(3.0)}, "batch_stats": {"var": jnp.array(2.0)}}
-    new = base.step_towards(old, mean, 1.5)
+    new = parts.step_towards(old, mean, 1.5)
     assert (float(new["params"]["w"]), float(new["batch_stats"]["var"])) == (4.0, 2.0)
 
 
 @pytest.mark.parametrize("sizes, share", [((4, 1, 2), 3 / 6), ((4, 0, 2), 2 / 6), ((0, 0, 0), 0.0)])
 def test_late_clients_do_not_count_as_participants(sizes, share):
     problem: Any = SimpleNamespace(cohort_size=3, num_clients=6)
-    taken = base.participation(problem, Cohort(jnp.arange(3), jnp.array(sizes)))
+    taken = parts.participation(problem, Cohort(jnp.arange(3), jnp.array(sizes)))
     np.testing.assert_allclose(taken, share, rtol=1e-6)
 
 
 def test_uploads_weigh_one_unless_they_have_a_freshness():
     cohort = Cohort(jnp.array([4, 2]), jnp.array([5, 1]))
-    np.testing.assert_array_equal(base.freshness(cohort), [1, 1])
-    np.testing.assert_array_equal(base.freshness(cohort._replace(freshness=jnp.array([0.5, 0.25]))), [0.5, 0.25])
+    np.testing.assert_array_equal(parts.freshness(cohort), [1, 1])
+    np.testing.assert_array_equal(parts.freshness(cohort._replace(freshness=jnp.array([0.5, 0.25]))), [0.5, 0.25])
 
 
 def test_a_view_reads_and_replaces_one_field():
-    view = base.view("model")
+    view = interface.view("model")
     state = view.set(GlobalModel("old"), "new")
     assert (state, view.get(state), view.stacked) == (GlobalModel("new"), "new", False)
 
@@ -128,20 +129,20 @@ def test_the_models_of_each_network_are_counted_with_its_bytes():
         num_bytes=lambda: np.array([100, 7]), architecture=lambda models: models["architecture"].astype(jnp.int32)
     )
     problem: Any = SimpleNamespace(model=model)
-    sent = base.models_sent(problem, {"architecture": jnp.array([1, 0, 1])})
+    sent = parts.models_sent(problem, {"architecture": jnp.array([1, 0, 1])})
     assert [(int(each.count), each.size) for each in sent] == [(1, 100), (2, 7)]
 
 
 def test_validation_samples_are_counted_or_zero():
     problem: Any = SimpleNamespace(sizes=jnp.array([3, 4]), validation_sizes=None)
-    assert base.kept_for_validation(problem).tolist() == [0, 0]
+    assert parts.kept_for_validation(problem).tolist() == [0, 0]
     problem.validation_sizes = jnp.array([1, 2])
-    assert base.kept_for_validation(problem).tolist() == [1, 2]
+    assert parts.kept_for_validation(problem).tolist() == [1, 2]
 
 
 def test_before_its_first_training_a_client_has_a_model_of_zeros_that_counts_as_untrained():
     problem: Any = SimpleNamespace(model=SimpleNamespace(shapes=lambda: {"params": jnp.ones(2)}))
-    memory = base.untrained(problem)
+    memory = parts.untrained(problem)
     assert memory.model["params"].tolist() == [0, 0] and not memory.trained
 
 
@@ -149,7 +150,7 @@ def test_before_its_first_training_a_client_has_a_model_of_zeros_that_counts_as_
     "when, training, upload, exchanges", [("before_upload", 0, 1, 2), ("before_training", 1, 0, 2), ("both", 1, 1, 4)]
 )
 def test_an_exchange_happens_when_it_says_and_counts_each_layer_as_sent_and_received(when, training, upload, exchanges):
-    exchange = base.LayerExchange(lambda payloads, key: (payloads, {}), when, share=0.25, repetitions=2)
+    exchange = interface.LayerExchange(lambda payloads, key: (payloads, {}), when, share=0.25, repetitions=2)
     assert (exchange.before_training, exchange.before_upload) == (training, upload)
     parcels = exchange.parcels({"params": {"w": jnp.zeros((3, 10))}})
     assert (int(parcels.count), parcels.size) == (1, 2 * exchanges * 0.25 * 120)
@@ -157,9 +158,9 @@ def test_an_exchange_happens_when_it_says_and_counts_each_layer_as_sent_and_rece
 
 def test_a_round_sends_one_parcel_a_client_each_way():
     down, up = {"model": jnp.zeros((3, 5)), "control": jnp.zeros((3, 2))}, {"model": jnp.zeros((3, 5))}
-    traffic = base.usual_traffic(down, up)
+    traffic = usual_traffic(down, up)
     assert [(int(each.count), each.size) for each in (*traffic.down, *traffic.up)] == [(3, 28), (3, 20)]
-    assert traffic.num_bytes() == (84, 60, 0) and base.usual_traffic({}, up).down == ()
+    assert traffic.num_bytes() == (84, 60, 0) and usual_traffic({}, up).down == ()
 
 
 OF_ONE_MODEL = [

@@ -1,0 +1,59 @@
+"""The names of ``import fedjax_mr as fmr``, which imports this module when one of them is used first."""
+
+from fedjax_mr import data, models, strategies, trees
+from fedjax_mr.client import local
+from fedjax_mr.data import SOURCES, Dataset, FederatedData
+from fedjax_mr.data.partition import PARTITIONS, Partitioner
+from fedjax_mr.data.sources.arrays import from_arrays
+from fedjax_mr.data.sources.text import from_texts
+from fedjax_mr.engine.simulator import Simulator
+from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.experiment import Result
+from fedjax_mr.experiment.load import SavedRun, load
+from fedjax_mr.experiment.run import Interrupted, run
+from fedjax_mr.experiment.trained import TrainedNetwork
+from fedjax_mr.experiment.trials import run_together
+from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables
+from fedjax_mr.strategies import STRATEGIES, Cohort, Contract, Parcels, Problem, Row, Strategy, transforms
+from fedjax_mr.strategies.hyper import field
+
+__all__ = [
+    "MODELS",
+    "PARTITIONS",
+    "SOURCES",
+    "STRATEGIES",
+    "BlockNet",
+    "Cohort",
+    "Config",
+    "Contract",
+    "Dataset",
+    "DivergedError",
+    "FederatedData",
+    "Interrupted",
+    "Model",
+    "ModelRow",
+    "Parcels",
+    "Partitioner",
+    "Problem",
+    "Result",
+    "Row",
+    "SavedRun",
+    "Simulator",
+    "Strategy",
+    "TrainedNetwork",
+    "UserError",
+    "Variables",
+    "data",
+    "field",
+    "from_arrays",
+    "from_texts",
+    "load",
+    "local",
+    "models",
+    "run",
+    "run_together",
+    "strategies",
+    "transforms",
+    "trees",
+]
