@@ -175,7 +175,8 @@ def join_processes(
         raise UserError(f"--process_id={process_id} is not below --num_processes={num_processes}")
     options: dict[str, Any] = {"initialization_timeout": join_timeout, **TIMEOUTS}
     if coordinator is not None:
-        options |= place | {"cluster_detection_method": "deactivate"} | _listening(coordinator)
+        options |= place | {"cluster_detection_method": "deactivate"}
+        options |= _listening(coordinator, check=process_id == 0 and not jax.distributed.is_initialized())
     late = f"not all processes of the run arrived within {join_timeout} s (--join_timeout)"
     before = _end_aborts_with(f"{late}: process 0 or another one is missing, or two have the same number")
     if not jax.distributed.is_initialized() and not _join(options, coordinator):
@@ -225,7 +226,7 @@ def _join(options: dict[str, Any], coordinator: str | None) -> bool:
             return True
         case [jax.errors.JaxRuntimeError() as error]:
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"cannot join the other processes ({reason}): is the port of --coordinator free?")
+            raise UserError(f"cannot join the other processes ({reason})")
         case [RuntimeError()] if coordinator is not None:
             raise UserError("--coordinator is too late: JAX has already started in this process")
         case [RuntimeError() | ValueError()] if coordinator is None:  # as in a notebook; or JAX has detected no cluster
@@ -233,11 +234,15 @@ def _join(options: dict[str, Any], coordinator: str | None) -> bool:
     raise errors[0]
 
 
-def _listening(coordinator: str) -> dict[str, str]:
-    """Check ``host:port``. Return the option that keeps a port of the loopback closed to other machines.
+def _listening(coordinator: str, *, check: bool) -> dict[str, str]:
+    """Return the option that keeps a port of the loopback closed to other machines.
+
+    Args:
+      coordinator: ``host:port`` of process 0.
+      check: whether to check that the port is free. If it is in use, JAX (0.10) sometimes crashes.
 
     Raises:
-      UserError: the text has another form, the port is not in 1..65535, or the host is unknown.
+      UserError: the text has another form, the port is not in 1..65535 or in use, or the host is unknown.
     """
     host, colon, port = coordinator.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -249,7 +254,17 @@ def _listening(coordinator: str) -> dict[str, str]:
         socket.getaddrinfo(host, None)
     except (socket.gaierror, UnicodeError):  # UnicodeError: not a valid name
         raise UserError(f"--coordinator={coordinator}: no address is known for the host {host!r}") from None
-    is_loopback = host in ("127.0.0.1", "::1", "localhost") and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
+    chosen = "JAX_COORDINATOR_BIND_ADDRESS" in os.environ
+    is_loopback = host in ("127.0.0.1", "::1", "localhost") and not chosen
+    try:
+        if check and not chosen:
+            family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+            socket.create_server((host if is_loopback else "", int(port)), family=family).close()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise UserError(
+            f"process 0 cannot listen at port {port} of --coordinator ({reason}): choose another port"
+        ) from None
     return {"coordinator_bind_address": coordinator} if is_loopback else {}
 
 
