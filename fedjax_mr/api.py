@@ -15,8 +15,8 @@ from fedjax_mr.experiment.run import Interrupted, run
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.experiment.trials import run_together
 from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES, Cohort, Contract, Parcels, Problem, Row, Strategy, transforms
-from fedjax_mr.strategies.hyper import field
 
 __all__ = [
     "MODELS",

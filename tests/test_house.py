@@ -28,7 +28,7 @@ from fedjax_mr.strategies import STRATEGIES, Row, by_group
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
 # All modules may import these. These import only each other.
-FREE = {"errors", "files", "keys", "registry", "trees", "untrusted"}
+FREE = {"errors", "files", "keys", "registry", "settings", "trees", "untrusted"}
 
 # The library is pure; the laboratory (the command `main`, `export` and the rooms below) uses it, and never the reverse.
 INTERFACE = {"strategies.interface", "strategies.parts", "strategies.traffic"}  # what a strategy is; no method
@@ -38,7 +38,7 @@ LIBRARY = {
     "client": {"models"},
     "strategies": {"client", "models"},
     "secure": {"models"},
-    "channel": {"client", "models", "secure", "strategies.hyper"} | INTERFACE,
+    "channel": {"client", "models", "secure"} | INTERFACE,
     "clock": {"channel.base", "client"} | INTERFACE,
     "engine": {"client", "data", "models"} | INTERFACE,
     "engine.simulator": {"client", "data", "engine", "models", "strategies"},

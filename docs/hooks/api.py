@@ -23,7 +23,7 @@ PARTS = {
                 "fedjax_mr.strategies.traffic",
                 "fedjax_mr.strategies.Row",
                 "fedjax_mr.strategies.Contract",
-                "fedjax_mr.strategies.hyper.field",
+                "fedjax_mr.settings.field",
                 "fedjax_mr.strategies.transforms",
             ],
         ),

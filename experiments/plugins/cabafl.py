@@ -39,8 +39,8 @@ import fedjax_mr as fmr
 from fedjax_mr import trees
 from fedjax_mr.client.samples import gather
 from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.fedgh import representation_width
-from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
 from fedjax_mr.strategies.parts import circulating, copies_of_one, returned
 from fedjax_mr.strategies.traffic import Parcels

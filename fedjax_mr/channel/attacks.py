@@ -47,7 +47,7 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData, backdoored
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.keys import random_key
-from fedjax_mr.strategies.hyper import require
+from fedjax_mr.settings import require
 from fedjax_mr.strategies.interface import Info, Problem, Strategy
 
 Number = jax.Array | float

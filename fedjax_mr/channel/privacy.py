@@ -30,7 +30,7 @@ from fedjax_mr.channel.base import Context, Link, Sent, Values
 from fedjax_mr.channel.server import Server
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import key_from_data
-from fedjax_mr.strategies.hyper import require
+from fedjax_mr.settings import require
 from fedjax_mr.strategies.interface import Cohort, Payload, Problem, Strategy
 from fedjax_mr.strategies.parts import select_uniformly
 from fedjax_mr.strategies.traffic import Traffic

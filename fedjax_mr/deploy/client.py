@@ -43,7 +43,7 @@ from fedjax_mr.experiment.method import local_setting, strategy_of
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.keys import key_from_data, random_key
 from fedjax_mr.models import Model
-from fedjax_mr.strategies.hyper import HIGHEST, LARGEST_INT32
+from fedjax_mr.settings import HIGHEST, LARGEST_INT32
 from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
 
 

@@ -21,7 +21,7 @@ from fedjax_mr.deploy.transport import Message, Messenger, NoReply, PendingRepli
 from fedjax_mr.deploy.wire import SMALL, Content, one_line
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import REAL_CLIENTS
-from fedjax_mr.strategies.hyper import LARGEST_INT32
+from fedjax_mr.settings import LARGEST_INT32
 
 SECONDS_BETWEEN_POLLS = transport.POLL_SECONDS
 SECONDS_BETWEEN_LINES = 5.0  # while the server waits for the clients of a run to join

@@ -37,8 +37,8 @@ from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import Chosen, build_chosen, strategy_of
 from fedjax_mr.models import Model
+from fedjax_mr.settings import LARGEST_INT32
 from fedjax_mr.strategies import Problem, Strategy
-from fedjax_mr.strategies.hyper import LARGEST_INT32
 from fedjax_mr.strategies.interface import Info, LayerExchange
 
 

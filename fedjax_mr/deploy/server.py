@@ -35,8 +35,8 @@ from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.run import Interrupted, RunLoop
 from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.experiment.simulated_time import clients_may_be_late
+from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.hyper import field
 
 
 @dataclasses.dataclass(frozen=True)

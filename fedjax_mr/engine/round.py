@@ -23,7 +23,7 @@ from fedjax_mr.strategies.traffic import Traffic, usual_traffic
 INIT, SELECT, DISPATCH, CLIENT, SERVER, HOST, MEMORY, PERSONAL, CLOCK = range(9)
 
 Build = Callable[[Problem], Strategy]
-"""Problem -> strategy, a pytree: the leaves are the numbers of the hyper-parameters (see `strategies.hyper.bind`)."""
+"""Problem -> strategy, a pytree: the leaves are the numbers of the hyper-parameters (see `settings.bind`)."""
 
 
 class Federation(NamedTuple):

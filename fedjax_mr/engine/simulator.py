@@ -47,8 +47,8 @@ from fedjax_mr.engine.trials import OneTrial
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts
+from fedjax_mr.settings import LARGEST_INT32, bind, check
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.hyper import LARGEST_INT32, bind, check
 from fedjax_mr.strategies.interface import Problem, Strategy
 
 PLACEMENTS = ("auto", "device", "host")

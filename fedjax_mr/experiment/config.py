@@ -19,8 +19,8 @@ from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.precision import PRECISIONS
 from fedjax_mr.registry import USER_OBJECTS, is_supplied
+from fedjax_mr.settings import LARGEST_BATCH, LARGEST_INT32, field
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.hyper import LARGEST_BATCH, LARGEST_INT32, field
 
 COMMAND = "python -m fedjax_mr.main"
 LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}

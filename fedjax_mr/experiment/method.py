@@ -19,8 +19,8 @@ from fedjax_mr.engine.round import Build
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.settings import as_arguments, bind
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
-from fedjax_mr.strategies.hyper import as_arguments, bind
 from fedjax_mr.strategies.transforms import make_server_optimizer, server_optimizer
 
 

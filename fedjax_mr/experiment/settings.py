@@ -19,7 +19,7 @@ from typing import Any
 from absl import flags
 
 from fedjax_mr.errors import UserError, did_you_mean
-from fedjax_mr.strategies.hyper import LARGEST_FLOAT32, LARGEST_INT32, Info, field, info
+from fedjax_mr.settings import LARGEST_FLOAT32, LARGEST_INT32, Info, field, info
 
 LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes that file systems take, with room for the files in a folder
 LONGEST_SHOWN = 120  # characters of a value of the wrong type

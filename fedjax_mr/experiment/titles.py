@@ -11,8 +11,8 @@ from fedjax_mr import registry
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.settings import settings_of
+from fedjax_mr.settings import OFF
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.hyper import OFF
 
 SEEDS = ("seed", "partition_seed")
 DIVISIONS = tuple(

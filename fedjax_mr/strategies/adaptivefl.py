@@ -48,8 +48,8 @@ from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.models.slices import Level, floor, slices
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.heterofl import covered_mean, slices_sent, work
-from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
 from fedjax_mr.strategies.parts import averaging
 from fedjax_mr.strategies.traffic import Traffic

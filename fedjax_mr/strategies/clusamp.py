@@ -31,7 +31,7 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
 from fedjax_mr.strategies.parts import averaging
 

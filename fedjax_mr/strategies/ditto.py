@@ -16,8 +16,8 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.client import local
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.feddyn import pull
-from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import LastModel, averaging, untrained
 

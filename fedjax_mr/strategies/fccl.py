@@ -24,7 +24,7 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import one_client
 from fedjax_mr.models import Variables
-from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
+from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import kept_model, nothing, own_start, public_samples
 

@@ -7,7 +7,7 @@ authors.
 
 import dataclasses
 
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import averaging
 

@@ -16,7 +16,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from fedjax_mr import trees
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import averaging, freshness, step_towards
 

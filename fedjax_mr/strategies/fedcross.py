@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Layer, Variables
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import STARTS, circulating, returned
 

@@ -26,8 +26,8 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.feddyn import pull, step_of_server
-from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import averaging, participation, to_all, zero_params
 from fedjax_mr.strategies.scaffold import correct, steady_step

@@ -33,7 +33,7 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.models import layers
 from fedjax_mr.models.base import Model, Variables
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import averaging, to_all
 from fedjax_mr.strategies.traffic import Parcels

@@ -32,7 +32,7 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import kept_model, nothing, own_start, to_all
 from fedjax_mr.strategies.traffic import Parcels, Traffic

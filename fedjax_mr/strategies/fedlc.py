@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr.client import local
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import averaging
 

@@ -36,7 +36,7 @@ from fedjax_mr.client.mutual import Pair, Weights
 from fedjax_mr.client.samples import gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import models_sent, own_starts
 from fedjax_mr.strategies.traffic import Parcels, Traffic

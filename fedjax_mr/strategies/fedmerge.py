@@ -26,8 +26,8 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.models.base import Variables
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.fedprox import proximal_training
-from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import plain_training
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import averaging, unit_permutations
 

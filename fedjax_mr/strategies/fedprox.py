@@ -12,7 +12,7 @@ import dataclasses
 
 from fedjax_mr import trees
 from fedjax_mr.client import local
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import Train, averaging
 

@@ -14,7 +14,7 @@ import dataclasses
 
 from fedjax_mr.client import mutual
 from fedjax_mr.client.mutual import Pair, Weights
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import GlobalModel, averaging, nothing, own_start
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import History, Problem, Strategy
 from fedjax_mr.strategies.parts import circulating, copies_of_one, returned
 

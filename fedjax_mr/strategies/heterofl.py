@@ -43,7 +43,7 @@ from fedjax_mr.keys import random_key
 from fedjax_mr.models import Layer, Model
 from fedjax_mr.models.base import Variables
 from fedjax_mr.models.slices import Level, Slices, slices
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
 from fedjax_mr.strategies.parts import GlobalModel, averaging
 from fedjax_mr.strategies.traffic import Parcels, Traffic

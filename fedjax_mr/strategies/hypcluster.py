@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.client import local
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy, view
 from fedjax_mr.strategies.parts import Models
 

@@ -54,8 +54,8 @@ from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables, adapters, parts
 from fedjax_mr.models.adapters import CHANGE, A, B
+from fedjax_mr.settings import field
 from fedjax_mr.strategies import fedavg, partial
-from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
 from fedjax_mr.strategies.parts import GlobalModel, averaging, to_all
 from fedjax_mr.strategies.traffic import Parcels, Traffic

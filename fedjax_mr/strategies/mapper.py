@@ -33,7 +33,7 @@ from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import averaging
 

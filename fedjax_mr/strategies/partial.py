@@ -41,7 +41,7 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Model, Variables
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy, view
 from fedjax_mr.strategies.parts import to_all
 

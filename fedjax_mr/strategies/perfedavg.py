@@ -28,7 +28,7 @@ from fedjax_mr.client import local
 from fedjax_mr.client.local import Loss
 from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import averaging
 

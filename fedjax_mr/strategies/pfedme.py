@@ -26,7 +26,7 @@ from fedjax_mr.client import local
 from fedjax_mr.client.local import Batch, LocalStep, Loss
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import LastModel, averaging, step_towards, untrained
 

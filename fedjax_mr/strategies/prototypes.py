@@ -59,8 +59,8 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Variables, layers
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.fedgh import class_means, representation_width
-from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import own_start, to_all
 from fedjax_mr.strategies.traffic import Parcels, Traffic

@@ -20,7 +20,7 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.client.local import LocalSetting
 from fedjax_mr.models.base import Variables
-from fedjax_mr.strategies.hyper import field, require
+from fedjax_mr.settings import field, require
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import averaging, participation, step_towards, to_all, zero_params
 

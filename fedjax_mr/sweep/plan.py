@@ -17,7 +17,7 @@ from fedjax_mr.experiment.folder import STATES, read_rows, read_summary, run_sta
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.settings import settings_of, values_of
-from fedjax_mr.strategies.hyper import field
+from fedjax_mr.settings import field
 from fedjax_mr.sweep import grids
 
 

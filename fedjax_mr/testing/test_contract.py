@@ -20,8 +20,8 @@ from fedjax_mr.engine.personal import part_of, personal_variables
 from fedjax_mr.engine.program import Program
 from fedjax_mr.engine.round import plan
 from fedjax_mr.experiment.checkpoint import Checkpoints
+from fedjax_mr.settings import info, numbers_of
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.hyper import info, numbers_of
 from fedjax_mr.strategies.traffic import usual_traffic
 from fedjax_mr.testing.federations import default_hyper, simulator
 

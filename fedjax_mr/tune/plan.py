@@ -15,7 +15,7 @@ from fedjax_mr.experiment.experiment import keeps_validation
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import runs_by_settings
 from fedjax_mr.experiment.settings import values_of
-from fedjax_mr.strategies.hyper import LARGEST_INT32, field
+from fedjax_mr.settings import LARGEST_INT32, field
 from fedjax_mr.sweep import PlannedRun, grids
 from fedjax_mr.sweep.plan import Training, plan_run
 from fedjax_mr.tune import space as spaces

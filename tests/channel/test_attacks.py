@@ -18,8 +18,8 @@ from fedjax_mr.engine.evaluation import backdoor_test
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model
+from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.parts import averaging
 from fedjax_mr.testing.federations import Linear, constants, simulator
 

@@ -12,8 +12,8 @@ from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.round import Federation, RunConstants
 from fedjax_mr.engine.rounds import Rounds, TrialRounds
 from fedjax_mr.errors import UserError
+from fedjax_mr.settings import bind
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.hyper import bind
 
 SEEDS = 3
 

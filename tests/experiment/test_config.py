@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from fedjax_mr import settings as declarations
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -16,7 +17,7 @@ from fedjax_mr.experiment import manual
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.settings import settings_of
-from fedjax_mr.strategies import STRATEGIES, Row, fedavg, fedmr, hyper
+from fedjax_mr.strategies import STRATEGIES, Row, fedavg, fedmr
 
 QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.flags"
 
@@ -84,9 +85,9 @@ def test_each_strategy_reads_its_own_flags_and_ignores_the_others():
 def test_a_new_strategy_brings_its_flags(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Hyper:
-        mu: float | None = hyper.field(None, "mu of the paper", low=0, open_low=True)
-        powers: tuple[int, ...] = hyper.field((1, 2), "powers of the paper", low=0)
-        fast: bool = hyper.field(True, "whether to hurry")
+        mu: float | None = declarations.field(None, "mu of the paper", low=0, open_low=True)
+        powers: tuple[int, ...] = declarations.field((1, 2), "powers of the paper", low=0)
+        fast: bool = declarations.field(True, "whether to hurry")
         private: int = 3
 
     monkeypatch.setitem(STRATEGIES, "mine", Row(fedavg.build, Hyper, "Nobody, 2030"))
@@ -186,7 +187,7 @@ def values_of(owner):
     hints = typing.get_type_hints(owner)
     result = {}
     for each in dataclasses.fields(owner):
-        info = hyper.info(each)
+        info = declarations.info(each)
         if info is None:
             continue
         text = st.text(st.characters(codec="utf-8", categories=("L", "N", "P")), min_size=1, max_size=12)
@@ -346,7 +347,7 @@ def test_help_tells_everything():
     owners = [("", Config)] + [(f"{name}_", row.hyper) for name, row in STRATEGIES.items() if row.hyper]
     for prefix, owner in owners:
         for each in dataclasses.fields(owner):
-            info = hyper.info(each)
+            info = declarations.info(each)
             if info is not None:
                 entry = " ".join(entries[prefix + (info.flag or each.name)].split())
                 assert info.help in entry, each.name
@@ -360,7 +361,7 @@ def test_help_tells_everything():
 
 
 def test_every_flag_belongs_to_a_group():
-    groups = {hyper.info(each).group for each in dataclasses.fields(Config) if hyper.info(each)}
+    groups = {declarations.info(each).group for each in dataclasses.fields(Config) if declarations.info(each)}
     assert groups == set(configuration.GROUPS)
 
 

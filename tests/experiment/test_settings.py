@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from absl import flags
 
+from fedjax_mr import settings as declarations
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import settings
-from fedjax_mr.strategies import hyper
-from fedjax_mr.strategies.hyper import LARGEST_INT32, field
+from fedjax_mr.settings import LARGEST_INT32, field
 
 COLOURS = {"red": 1, "green": 2}
 
@@ -84,7 +84,7 @@ def test_fields_become_settings():
     assert kinds["lr"] == (float, False, False) and kinds["clip_norm"] == (float, True, False)
     assert kinds["run_dir"] == (str, True, False) and kinds["resume"] == (bool, False, False)
     assert kinds["compare_to"] == (str, False, True) and kinds["powers"] == (int, False, True)
-    assert found["rounds"].info == hyper.Info("how many rounds", unit="rounds", low=1, affects_results=False)
+    assert found["rounds"].info == declarations.Info("how many rounds", unit="rounds", low=1, affects_results=False)
     assert found["rounds"].default == 300
 
 

@@ -16,8 +16,8 @@ from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.data import Split
 from fedjax_mr.engine import rounds
 from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.settings import bind
 from fedjax_mr.strategies import STRATEGIES, Problem
-from fedjax_mr.strategies.hyper import bind
 
 CONVOLUTIONAL = [
     name

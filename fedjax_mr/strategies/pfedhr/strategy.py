@@ -50,7 +50,7 @@ from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import key_from_data
 from fedjax_mr.models import Model, Variables
-from fedjax_mr.strategies.hyper import LARGEST_BATCH, field
+from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.interface import Info, Problem, Strategy
 from fedjax_mr.strategies.parts import kept_model, models_sent, nothing, own_start, public_samples
 from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
