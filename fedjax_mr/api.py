@@ -1,6 +1,7 @@
 """The names of ``import fedjax_mr as fmr``, which imports this module when one of them is used first."""
 
 from fedjax_mr import data, models, strategies, trees
+from fedjax_mr.channel import LINKS, Link, LinkRow, Sent
 from fedjax_mr.client import local
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
@@ -19,6 +20,7 @@ from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES, Cohort, Contract, Parcels, Problem, Row, Strategy, transforms
 
 __all__ = [
+    "LINKS",
     "MODELS",
     "PARTITIONS",
     "SOURCES",
@@ -31,6 +33,8 @@ __all__ = [
     "DivergedError",
     "FederatedData",
     "Interrupted",
+    "Link",
+    "LinkRow",
     "Model",
     "ModelRow",
     "Parcels",
@@ -39,6 +43,7 @@ __all__ = [
     "Result",
     "Row",
     "SavedRun",
+    "Sent",
     "Simulator",
     "Strategy",
     "TrainedNetwork",

@@ -120,8 +120,8 @@ def info(field: dataclasses.Field) -> Info | None:
     return field.metadata.get(KEY)
 
 
-def check(hyper: Any) -> None:
-    """Check the values of a dataclass of hyper-parameters.
+def check(hyper: Any, owner: str = "hyper.") -> None:
+    """Check the values of a dataclass of hyper-parameters, or of another ``owner`` in messages.
 
     Raises:
       UserError: a name is not one of the choices, or a number is not in its range.
@@ -131,9 +131,9 @@ def check(hyper: Any) -> None:
         if own is None:
             continue
         if own.choices and isinstance(value, str) and value not in own.choices:
-            raise unknown_name(f"hyper.{each.name}", value, own.choices)
+            raise unknown_name(f"{owner}{each.name}", value, own.choices)
         if isinstance(value, int | float | np.number) and not own.allows(float(value)):
-            raise UserError(f"hyper.{each.name}={value} is out of range (allowed: {own.allowed()})")
+            raise UserError(f"{owner}{each.name}={value} is out of range (allowed: {own.allowed()})")
 
 
 # --- numbers as arguments of compiled programs ------------------------------------------------------------------------
@@ -164,6 +164,18 @@ def as_arguments(hyper: Any) -> Any:
         jax.tree_util.register_dataclass(kind, numbers, others)
     as_array = lambda leaf: leaf if isinstance(leaf, np.generic | np.ndarray | jax.Array) else np.float32(leaf)
     return jax.tree.map(as_array, hyper)
+
+
+def for_programs(settings: Any) -> Any:
+    """`as_arguments` without the values that programs do not contain: those have their defaults."""
+    if settings is None:
+        return None
+    unseen = {}
+    for each in dataclasses.fields(settings):
+        declared, number = info(each), each in numbers_of(settings)
+        if declared is not None and (declared.compiled == "no" or (declared.compiled == "argument" and not number)):
+            unseen[each.name] = each.default
+    return as_arguments(dataclasses.replace(settings, **unseen))
 
 
 def bind(build: Callable, hyper: Any) -> Callable:

@@ -35,6 +35,8 @@ attacked, also control variates, prototypes and logits, whose reference is zero.
 divides the scaled change of ``replacement``: it stays in the model that carries it.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,11 +49,42 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData, backdoored
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.keys import random_key
-from fedjax_mr.settings import require
+from fedjax_mr.settings import field, require
 from fedjax_mr.strategies.interface import Info, Problem, Strategy
 
 Number = jax.Array | float
 ATTACKERS = 2**31 + 47  # stream of the random keys of a seed that draws the attackers; nothing else uses it
+
+
+_setting = functools.partial(field, group="Channel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attack:
+    """Malicious clients."""
+
+    # fmt: off
+    attack: str = _setting(
+        "none", "What malicious clients do: train on wrong labels (label_flip), upload the opposite of their change "
+        "(sign_flip), noise (gaussian), the negative mean (ipm), the mean a little off (alie), a copy of another "
+        "client (mimic), or a model with a backdoor (replacement)",
+        choices=("none", "label_flip", "sign_flip", "gaussian", "ipm", "alie", "mimic", "replacement"), short=True)
+    attackers: float = _setting(
+        0.2, "Share of malicious clients. The seed of the partition decides which ones", low=0, high=1,
+        needs=("attack",))
+    attack_scale: float | None = _setting(
+        None, "Strength of the attack. If omitted, the usual one of each attack (docs/attacks.md)", low=0,
+        needs=("attack",))
+    attack_target: int = _setting(
+        0, "replacement: the class that samples with the trigger shall have", low=0,
+        needs=("attack", "replacement"), argument="target")
+    # fmt: on
+
+
+def build(settings: Attack, problem: Problem, *, seed: jax.Array) -> Link:
+    """The link of the settings, see `attack`."""
+    attackers, scale, target = settings.attackers, settings.attack_scale, settings.attack_target
+    return attack(problem, settings.attack, attackers=attackers, seed=seed, scale=scale, target=target)
 
 
 def attack(

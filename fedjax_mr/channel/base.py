@@ -41,7 +41,7 @@ from fedjax_mr.strategies.interface import Cohort, Info, LayerExchange, Memory, 
 from fedjax_mr.strategies.traffic import Traffic
 
 ORDER = ("robust", "attack", "privacy", "compression", "exchange")
-"""The kinds of links, from the server to the network. A channel has at most one of each."""
+"""The kinds of links, from the server to the network. Other kinds stand before the compression, in order of names."""
 NOTES = "channel"  # entry of payloads and uploads with what the links tell each other beside the values
 ENCODED = "encoded"  # entry of uploads that replaces the values after compression
 
@@ -83,7 +83,7 @@ class Link(NamedTuple):
     """One stage of a channel as pure functions. Only ``kind`` is required."""
 
     kind: str
-    """One of `ORDER`."""
+    """One of `ORDER`, or another name. A channel has at most one link of each kind."""
     client: ClientSide | None = None
     """Default: the values pass unchanged."""
     server: ServerSide | None = None
@@ -144,11 +144,11 @@ def channel(inner: Strategy, problem: Problem, links: Sequence[Link]) -> Strateg
       UserError: two links of the same kind; clients with different networks; or as `Link.check`. Tracing a round
         raises it if clients upload nothing.
     """
-    links = tuple(sorted(links, key=lambda link: ORDER.index(link.kind)))
+    links = tuple(sorted(links, key=lambda link: _place(link.kind)))
     if not links:
         return inner
     kinds = [link.kind for link in links]
-    if twice := [kind for kind in ORDER if kinds.count(kind) > 1]:
+    if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
         raise UserError(f"a channel has at most one link of each kind, but there are several for {twice[0]}")
     if len(problem.model.networks) > 1:
         raise UserError("clients with different networks have no channel: pass a single network in model=")
@@ -162,6 +162,10 @@ def channel(inner: Strategy, problem: Problem, links: Sequence[Link]) -> Strateg
             inner = _exchanging(inner, link.exchange)
     links = tuple(link for link in links if link.exchange is None)
     return _Channel(inner, problem, links).strategy() if links else inner
+
+
+def _place(kind: str) -> tuple[float, str]:
+    return (ORDER.index(kind), "") if kind in ORDER else (ORDER.index("compression") - 0.5, kind)
 
 
 def _exchanging(inner: Strategy, exchange: LayerExchange) -> Strategy:

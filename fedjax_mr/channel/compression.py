@@ -51,6 +51,7 @@ arrives finite, except that ``randk`` may scale a number beyond the range of flo
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ from fedjax_mr import trees
 from fedjax_mr.channel.base import Context, Link, Sent, Values, joined, split
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.keys import random_key
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Memory, Payload, Problem, Strategy
 
 KINDS = ("none", "qsgd", "int8", "sign", "topk", "randk")
@@ -71,6 +73,43 @@ MOST_LEVELS = 65_535  # more levels would be finer than the rounding of float32 
 
 Numbers = dict[str, jax.Array]
 """A compressed tensor of ONE client: what is sent."""
+
+
+_setting = functools.partial(field, group="Channel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """Compression of the changes that clients upload, and of the models that they receive."""
+
+    # fmt: off
+    compress: str = _setting(
+        "none", "Compression of the uploads: stochastic quantisation (qsgd), 8 bits (int8), signs, the largest changes "
+        "(topk) or random ones (randk)", choices=("none", "qsgd", "int8", "sign", "topk", "randk"), short=True)
+    compress_ratio: float = _setting(
+        0.01, "topk, randk: share of each tensor that is sent", low=0, high=1, open_low=True, static=True,
+        needs=("compress", "topk", "randk"))
+    compress_levels: int = _setting(8, "qsgd: levels s", unit="levels", low=1, high=65_535)
+    compress_download: str = _setting(
+        "none", "Compression of the models that the server sends", choices=("none", "qsgd", "int8"))
+    error_feedback: str = _setting(
+        "none", "What clients do with the error of compression: forget it (none), add it to their next message (ef), "
+        "or send the difference to their last message (ef21, methods with one model)",
+        choices=("none", "ef", "ef21"), source="ef: Seide et al. 2014, Karimireddy et al. 2019; ef21: Richtarik et al. "
+        "2021")
+    # fmt: on
+
+
+def build(settings: Compression, problem: Problem) -> Link:
+    """The link of the settings, see `compression`."""
+    return compression(
+        problem,
+        settings.compress,
+        ratio=settings.compress_ratio,
+        levels=settings.compress_levels,
+        feedback=settings.error_feedback,
+        download=settings.compress_download,
+    )
 
 
 def compression(

@@ -9,6 +9,9 @@ permutes the layers itself. Other methods with K models receive the same copies 
 another combination: FedCross then mixes models whose layers come from several clients.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -17,7 +20,33 @@ from fedjax_mr.channel.base import Link
 from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.secure import exchange as secure
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Info, LayerExchange, Payload, Problem, Strategy
+
+_setting = functools.partial(field, group="Channel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Exchange of layers among the clients of a round."""
+
+    # fmt: off
+    exchange: str = _setting(
+        "none", "When the clients of a round exchange layers among themselves, so that a model mixes layers of several "
+        "clients: before_upload (encrypted for the server), before_training (unencrypted), or both",
+        choices=("none", "before_upload", "before_training", "both"), source="KDD'24, Appendix B: the first two")
+    exchange_share: float = _setting(
+        0.5, "Probability that a client sends a given layer in one exchange", low=0, high=1, static=True,
+        source="KDD'24, Figure 13, shows 2 of 4", needs=("exchange",))
+    exchange_repetitions: int = _setting(
+        1, "Exchanges in a row", low=1, high=1000, source="KDD'24, Appendix B, allows several", needs=("exchange",))
+    # fmt: on
+
+
+def build(settings: Exchange, problem: Problem) -> Link:
+    """The link of the settings, see `exchange`."""
+    share, repetitions = settings.exchange_share, settings.exchange_repetitions
+    return exchange(problem, when=settings.exchange, share=share, repetitions=repetitions)
 
 
 def exchange(problem: Problem, *, when: str = "before_upload", share: float = 0.5, repetitions: int = 1) -> Link:

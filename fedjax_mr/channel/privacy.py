@@ -16,6 +16,7 @@ draws the noise, which ends at 13.3 standard deviations and states the delta tha
 """
 
 import dataclasses
+import functools
 import math
 import os
 from typing import Any
@@ -30,7 +31,7 @@ from fedjax_mr.channel.base import Context, Link, Sent, Values
 from fedjax_mr.channel.server import Server
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import key_from_data
-from fedjax_mr.settings import require
+from fedjax_mr.settings import LARGEST_INT32, field, require
 from fedjax_mr.strategies.interface import Cohort, Payload, Problem, Strategy
 from fedjax_mr.strategies.parts import select_uniformly
 from fedjax_mr.strategies.traffic import Traffic
@@ -38,6 +39,49 @@ from fedjax_mr.strategies.traffic import Traffic
 NOISE_ON = ("upload", "mean")
 WORDS = 4  # of 32 random bits, in which `normal` looks for the first 1: the noise ends at sqrt(2 ln(2) 32 WORDS) = 13.3
 BITS_SHARE = 0.1  # at most this share of 1 / noise^2 is spent on the clients' bits, by default
+
+
+_setting = functools.partial(field, group="Channel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Privacy:
+    """User-level differential privacy: clipped uploads with noise."""
+
+    # fmt: off
+    dp_clip: float | None = _setting(
+        None, "User-level differential privacy: largest L2 norm C of everything that a client uploads, as a change. If "
+        "omitted, no limit", low=0, open_low=True, short=True)
+    dp_noise: float = _setting(
+        0.0, "Noise multiplier sigma: the standard deviation of the noise is sigma C", low=0, needs=("dp_clip",))
+    dp_noise_on: str = _setting(
+        "upload", "Where the noise is added: to every upload (any method), or to their mean (methods with one model)",
+        choices=("upload", "mean"), needs=("dp_clip",))
+    dp_quantile: float | None = _setting(
+        None, "Adapt the norm C, which starts at --dp_clip, to this quantile of the clients' norms. If omitted, C is "
+        "constant", low=0, high=1, source="Andrew et al., NeurIPS 2021: 0.5", needs=("dp_clip",))
+    dp_poisson: float | None = _setting(
+        None, "Probability with which each client joins a round (Poisson sampling); --cohort is then the largest "
+        "number of clients. Needs --dp_noise_on=mean. If omitted, a round has exactly --cohort clients",
+        low=0, high=1, open_low=True, needs=("dp_clip",))
+    dp_delta: float = _setting(
+        1e-5, "delta of the column epsilon", low=0, high=1, open_low=True, open_high=True, needs=("dp_clip",),
+        compiled="no")
+    dp_seed: int | None = _setting(
+        None, "Seed of the noise and of the choice of clients, which then follow from published numbers, for tests. If "
+        "omitted, they follow from a secret of the operating system, which only the checkpoints contain",
+        low=0, high=LARGEST_INT32, needs=("dp_clip",), compiled="argument")
+    dp_target_epsilon: float | None = _setting(
+        None, "Choose --dp_noise so that epsilon has this value after --rounds", low=0, open_low=True,
+        needs=("dp_clip",), compiled="no")
+    # fmt: on
+
+
+def build(settings: Privacy, problem: Problem, *, secret: Any) -> Link:
+    """The link of the settings, see `privacy`."""
+    assert settings.dp_clip is not None
+    clip, noise, quantile = settings.dp_clip, settings.dp_noise, settings.dp_quantile
+    return privacy(problem, clip=clip, noise=noise, noise_on=settings.dp_noise_on, quantile=quantile, secret=secret)
 
 
 def privacy(

@@ -53,6 +53,8 @@ with m such messages they combine the other K - m against max(f - m, 0) outliers
 the reference.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -61,12 +63,41 @@ import jax.numpy as jnp
 from fedjax_mr import trees
 from fedjax_mr.channel.base import Context, Link, Values
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Info, Problem, Strategy
 
 Tree = trees.Params
 Number = jax.Array | float
 BEFORE = ("none", "nnm", "bucketing")
 BUCKET = 2  # changes per bucket
+
+
+_setting = functools.partial(field, group="Channel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Robust:
+    """A robust rule of the server."""
+
+    # fmt: off
+    robust: str = _setting(
+        "none", "Robust rule of the server: aggregation for methods with one model, screening of the uploads for "
+        "methods with several",
+        choices=("none", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "centered_clip"),
+        short=True)
+    robust_outliers: int = _setting(
+        1, "Malicious clients f in a round that the rule withstands", unit="clients", low=0, needs=("robust",),
+        argument="outliers")
+    robust_before: str = _setting(
+        "none", "Step before the rule, for methods with one model: nearest-neighbour mixing (nnm), or means of two "
+        "random uploads (bucketing)", choices=("none", "nnm", "bucketing"), needs=("robust",))
+    # fmt: on
+
+
+def build(settings: Robust, problem: Problem, *, stacked: bool) -> Link:
+    """The link of the settings, see `robust`."""
+    outliers, before = settings.robust_outliers, settings.robust_before
+    return robust(problem, settings.robust, outliers=outliers, before=before, stacked=stacked)
 
 
 def robust(problem: Problem, rule: str, *, outliers: int, before: str = "none", stacked: bool) -> Link:

@@ -5,7 +5,8 @@ not depend on the strategy or on other random numbers of a run.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -15,7 +16,8 @@ from fedjax_mr.data import partition as partitions
 from fedjax_mr.data import partition_file as partition_files
 from fedjax_mr.data.federated import Dataset, FederatedData, PartitionPlan, Public, Split
 from fedjax_mr.data.partition import PARTITIONS
-from fedjax_mr.errors import UserError, unknown_name, usual_arithmetic
+from fedjax_mr.errors import UserError, did_you_mean, unknown_name, usual_arithmetic
+from fedjax_mr.settings import check
 
 STREAMS = {"partition": 1, "public": 2, "clients": 3, "holdout": 4, "split": 5, "test": 6}
 
@@ -27,13 +29,7 @@ def federate(
     partition: str = "dirichlet",
     num_clients: int = 20,
     seed: int = 0,
-    alpha: float = 0.5,
-    alpha_size: float = 10.0,
-    shards_per_client: int = 2,
-    shard_size: int | None = None,
-    classes_per_client: int = 2,
-    quantity_power: float = 1.0,
-    samples_per_client: int = 20,
+    settings: Any = None,
     min_samples_per_client: int = 0,
     holdout_clients: int = 0,
     validation_share: float = 0.0,
@@ -42,6 +38,7 @@ def federate(
     public_max: int | None = None,
     public_labels: bool = True,
     partition_file: str | None = None,
+    **further: Any,
 ) -> FederatedData:
     """Divide the samples of a dataset among N clients.
 
@@ -51,13 +48,7 @@ def federate(
       num_clients: number of training clients N. 0 uses every natural client that has training samples, or
         every client of the partition file.
       seed: seed of the partition.
-      alpha: concentration of the labels (`partition.dirichlet`, `partition.dirichlet_size`).
-      alpha_size: concentration of the sizes (`partition.dirichlet_size`).
-      shards_per_client: shards of each client (`partition.shards`).
-      shard_size: samples of each shard (`partition.shards`). Default: the size that uses all samples.
-      classes_per_client: classes of each client (`partition.classes`).
-      quantity_power: exponent of the sizes (`partition.quantity`).
-      samples_per_client: samples that each client draws (`partition.bootstrap`, `partition.bootstrap_dirichlet`).
+      settings: the settings of the partition, an instance of its dataclass. Default: its defaults with ``further``.
       min_samples_per_client: natural clients with fewer samples (training and test together) are excluded.
       holdout_clients: number of further clients that never train.
       validation_share: fraction of the training samples of a client that it keeps for validation.
@@ -69,6 +60,7 @@ def federate(
       public_labels: whether the public set keeps its labels.
       partition_file: a file that replaces the partition. A .npz file (a `PartitionPlan`) also replaces all other
         arguments except ``num_clients`` and ``public_labels``; a .json file replaces the partition alone.
+      further: settings of the partition by name, such as ``alpha=0.1`` of `partition.dirichlet`.
 
     Raises:
       UserError: the dataset is not a `Dataset`, or cannot be trained on (`Dataset.check`); the partition is unknown, a
@@ -94,8 +86,7 @@ def federate(
     for name, share in shares.items():
         if not 0 <= share < 1:
             raise UserError(f"{name}={share} must be from 0 to below 1")
-    if not (alpha > 0 and alpha_size > 0):
-        raise UserError(f"alpha={alpha:g}, alpha_size={alpha_size:g}: a Dirichlet concentration must be above 0")
+    settings = _settings(partition, further) if settings is None else settings
     if validation_share + client_test_share >= 1:
         raise UserError(
             f"validation_share={validation_share:g} and client_test_share={client_test_share:g} leave no training "
@@ -115,16 +106,6 @@ def federate(
 
     public_size = round(public_share * len(dataset.y))
     public_size = public_size if public_max is None else min(public_size, public_max)
-    settings = {
-        "alpha": alpha,
-        "alpha_size": alpha_size,
-        "shards_per_client": shards_per_client,
-        "shard_size": shard_size,
-        "classes_per_client": classes_per_client,
-        "quantity_power": quantity_power,
-        "samples_per_client": samples_per_client,
-        "report": notes.append,
-    }
     with_replacement = not partition_file and PARTITIONS[partition].with_replacement
     if with_replacement and (validation_share or client_test_share or holdout_clients):
         raise UserError(
@@ -144,7 +125,7 @@ def federate(
                 f"partition={partition!r} ignores the {len(dataset.client_names)} natural clients of {dataset.name}; "
                 "partition='natural' with clients=0 takes all of them"
             )
-        if "domain" in row.settings and dataset.domain is None:
+        if "domain" in row.gets and dataset.domain is None:
             raise UserError(f"partition {partition!r} needs domains, but {dataset.name} has none")
         public = np.sort(_stream(seed, "public").choice(len(dataset.y), public_size, replace=False))
         pool = np.delete(np.arange(len(dataset.y)), public)
@@ -158,9 +139,9 @@ def federate(
                 f"{total} clients are more than the {len(pool)} training samples of {dataset.name}: use fewer clients, "
                 "or partition='bootstrap', whose clients share samples"
             )
-        settings["domain"] = None if dataset.domain is None else dataset.domain[pool]
-        chosen = {name: settings[name] for name in row.settings}
-        division = Split.of(row.divide(dataset.y[pool], total, rng=_stream(seed, "partition"), **chosen))
+        facts = {"domain": None if dataset.domain is None else dataset.domain[pool], "report": notes.append}
+        arguments = {name: facts[name] for name in row.gets} | ({} if settings is None else vars(settings))
+        division = Split.of(row.divide(dataset.y[pool], total, rng=_stream(seed, "partition"), **arguments))
         train = division._replace(index=pool.astype(np.int32)[division.index]) if public_size else division
         named = partition == "domain" and train.sizes.all()  # a client without samples has no domain
         owned = _Owned(train, None, public, _names_by_domain(dataset, train) if named else ())
@@ -200,6 +181,23 @@ def federate(
         with_replacement=with_replacement,
     )
     return _assemble(dataset, plan, public_labels=public_labels, notes=notes)
+
+
+def _settings(partition: str, values: Mapping[str, Any]) -> Any:
+    """The settings of a partition with some values; None if it has none.
+
+    Raises:
+      UserError: it has no such setting, or a value is out of range.
+    """
+    owner = PARTITIONS[partition].settings
+    names = [] if owner is None else [each.name for each in dataclasses.fields(owner)]
+    for name in values:
+        if name not in names:
+            has = f"it has {', '.join(names)}" if names else "it has none"
+            raise UserError(f"partition {partition!r} has no setting {name}=: {has}{did_you_mean(name, names)}")
+    settings = None if owner is None else owner(**values)
+    check(settings, "")
+    return settings
 
 
 def _names_by_domain(dataset: Dataset, owned: Split) -> tuple[str, ...]:

@@ -6,6 +6,8 @@
 the best of `MAX_DRAWS` draws is repaired, and the caller receives a note.
 """
 
+import dataclasses
+import functools
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ import numpy as np
 from fedjax_mr.data.federated import Split, offsets_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.registry import Registry
+from fedjax_mr.settings import field
 
 Parts = list[np.ndarray]
 """One row array per client. For very many clients, a `Split` is the cheaper form."""
@@ -373,39 +376,113 @@ def matching(labels: np.ndarray, counts: np.ndarray, *, rng: np.random.Generator
     return _deal(rows, columns(), len(counts), rng)
 
 
+_setting = functools.partial(field, group="Partition", compiled="argument")
+
+# fmt: off
+
+
+@dataclasses.dataclass(frozen=True)
+class Dirichlet:
+    """The setting of partitions that draw from a Dirichlet distribution."""
+
+    alpha: float = _setting(
+        0.5, "Concentration of the Dirichlet distribution. A smaller value makes the clients' labels differ more",
+        low=0, open_low=True, source="KDD'24, the middle of its three settings", short=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class DirichletSize(Dirichlet):
+    """The settings of `dirichlet_size`."""
+
+    alpha_size: float = _setting(
+        10.0, "dirichlet_size: concentration of the clients' sizes", low=0, open_low=True, source="FedMe's code")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The settings of `shards`."""
+
+    shards_per_client: int = _setting(
+        2, "shards: label shards of each client", unit="shards", low=1, source="McMahan et al. 2017")
+    shard_size: int | None = _setting(
+        None, "shards: samples per shard. If omitted, all samples are used", unit="samples", low=1,
+        source="pFedHR's code: 225")
+
+
+@dataclasses.dataclass(frozen=True)
+class Classes:
+    """The settings of `classes`."""
+
+    classes_per_client: int = _setting(
+        2, "classes: number of classes of each client", unit="classes", low=1, source="pFedHR")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """The settings of `quantity`."""
+
+    quantity_power: float = _setting(
+        1.0, "quantity: the r-th largest client has about r^-power samples", low=0, source="our choice")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bootstrap:
+    """The settings of `bootstrap`."""
+
+    samples_per_client: int = _setting(
+        20, "bootstrap, bootstrap_dirichlet: samples that each client draws with replacement", unit="samples", low=1,
+        source="our choice")
+
+
+@dataclasses.dataclass(frozen=True)
+class BootstrapDirichlet(Bootstrap, Dirichlet):
+    """The settings of `bootstrap_dirichlet`."""
+
+
+# fmt: on
+
+
 class Partitioner(NamedTuple):
-    """A registered partition: its function and the names of the settings that the function reads."""
+    """A registered partition.
+
+    Attributes:
+      divide: (labels [M], N, rng=, and the settings by name) -> the rows of each client.
+      settings: the dataclass of its settings, declared with `field`. Default: there are none.
+      gets: further arguments of ``divide``: ``domain``, the domain of each sample [M], and ``report`` (see `Report`).
+      with_replacement: whether clients may share samples.
+    """
 
     divide: Callable[..., Parts | Split]
-    settings: tuple[str, ...] = ()
-    with_replacement: bool = False  # whether clients may share samples
+    settings: type | None = None
+    gets: tuple[str, ...] = ()
+    with_replacement: bool = False
 
 
 def check_row(name: str, row: Any) -> None:
     """Check a user's row of `PARTITIONS`.
 
     Raises:
-      UserError: the row is not a `Partitioner`, or names unknown settings.
+      UserError: the row is not a `Partitioner`, or its settings are no dataclass.
     """
-    known = {setting for each in _OURS.values() for setting in each.settings}
-    if not isinstance(row, Partitioner) or not callable(row.divide) or not set(row.settings) <= known:
+    declared = isinstance(row, Partitioner) and (row.settings is None or dataclasses.is_dataclass(row.settings))
+    if not isinstance(row, Partitioner) or not callable(row.divide) or not declared:
         raise UserError(
             f"fmr.PARTITIONS[{name!r}] takes fmr.Partitioner(divide, settings): divide(labels, num_clients, *, rng, "
-            f"...) returns the rows of each client, and settings are some of {', '.join(sorted(known))}"
+            "...) returns the rows of each client, and settings is a dataclass with fmr.field(...), or left out"
         )
 
 
 _OURS: dict[str, Partitioner] = {
     "iid": Partitioner(iid),
-    "dirichlet": Partitioner(dirichlet, ("alpha", "report")),
-    "dirichlet_size": Partitioner(dirichlet_size, ("alpha", "alpha_size", "report")),
-    "shards": Partitioner(shards, ("shards_per_client", "shard_size", "report")),
-    "classes": Partitioner(classes, ("classes_per_client", "report")),
-    "quantity": Partitioner(quantity, ("quantity_power", "report")),
-    "bootstrap": Partitioner(bootstrap, ("samples_per_client",), with_replacement=True),
-    "bootstrap_dirichlet": Partitioner(bootstrap_dirichlet, ("samples_per_client", "alpha"), with_replacement=True),
-    "domain": Partitioner(domain, ("domain", "alpha", "report")),
-    "dirichlet_domain": Partitioner(dirichlet_domain, ("domain", "alpha", "report")),
+    "dirichlet": Partitioner(dirichlet, Dirichlet, ("report",)),
+    "dirichlet_size": Partitioner(dirichlet_size, DirichletSize, ("report",)),
+    "shards": Partitioner(shards, Shards, ("report",)),
+    "classes": Partitioner(classes, Classes, ("report",)),
+    "quantity": Partitioner(quantity, Quantity, ("report",)),
+    "bootstrap": Partitioner(bootstrap, Bootstrap, with_replacement=True),
+    "bootstrap_dirichlet": Partitioner(bootstrap_dirichlet, BootstrapDirichlet, with_replacement=True),
+    "domain": Partitioner(domain, Dirichlet, ("domain", "report")),
+    "dirichlet_domain": Partitioner(dirichlet_domain, Dirichlet, ("domain", "report")),
     "natural": Partitioner(natural),
 }
 PARTITIONS = Registry("partition", "fmr.PARTITIONS", check_row, _OURS)

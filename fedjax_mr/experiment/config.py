@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_mr import files, untrusted
+from fedjax_mr.channel.attacks import Attack
+from fedjax_mr.channel.compression import Compression
+from fedjax_mr.channel.exchange import Exchange
+from fedjax_mr.channel.links import LINKS, LinkRow
+from fedjax_mr.channel.privacy import Privacy
+from fedjax_mr.channel.robust import Robust
 from fedjax_mr.client.schedules import SCHEDULES
-from fedjax_mr.data import LABEL_MODES, SOURCES
+from fedjax_mr.data import LABEL_MODES, SOURCES, partition
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, kept, manifest, settings
@@ -25,6 +31,7 @@ from fedjax_mr.strategies import STRATEGIES
 COMMAND = "python -m fedjax_mr.main"
 LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """The values of ``--log``, which are also extras of this package, and the Python package that each needs."""
+OWN_LINKS = [name for name, row in LINKS.items() if row.is_on is None]
 GROUPS = (
     "Data",
     "Partition",
@@ -42,18 +49,29 @@ _data, _partition, _model, _training, _federation, _channel, _clock, _evaluation
     functools.partial(field, group=group, affects_results=group != "Engine", compiled=_COMPILED.get(group, ""))
     for group in GROUPS
 )
-_DIRICHLET = ("partition", "dirichlet", "dirichlet_size", "bootstrap_dirichlet", "domain", "dirichlet_domain")
 _records = functools.partial(_evaluation, affects_results=False)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """The configuration of a run. Every field except ``hyper`` is a flag; ``--help=all`` explains them.
+class Config(
+    partition.DirichletSize,
+    partition.Shards,
+    partition.Classes,
+    partition.Quantity,
+    partition.Bootstrap,
+    Compression,
+    Privacy,
+    Attack,
+    Robust,
+    Exchange,
+):
+    """The configuration of a run. Every field except ``hyper`` and ``rows`` is a flag; ``--help=all`` explains them.
 
-    The defaults train FedMR on the embedded digits.
+    The defaults train FedMR on the embedded digits. Settings of our partitions and links stand in their own files.
 
     Attributes:
       hyper: the strategy's hyper-parameters, an instance of its dataclass. Default: its defaults.
+      rows: settings of a user's partition and links, instances of their dataclasses. Default: their defaults.
     """
 
     # Each setting: default, help, range, and the source of the default. Without a source, the default is our choice.
@@ -78,33 +96,12 @@ class Config:
     partition: str = _partition(
         "dirichlet", "Method that divides the training samples among the clients", source="KDD'24", names=PARTITIONS,
         short=True)
-    alpha: float = _partition(
-        0.5, "Concentration of the Dirichlet distribution. A smaller value makes the clients' labels differ more",
-        low=0, open_low=True, source="KDD'24, the middle of its three settings", needs=_DIRICHLET, short=True)
     clients: int = _partition(
         20, "Number of clients N. 0 uses every natural client of the dataset, or every client in --partition_file. "
         "Default with natural clients or a file: 0", unit="clients", low=0, source="our choice", compiled="constant",
         short=True)
     partition_seed: int | None = _partition(
         None, "Seed of the partition alone. If omitted, --seed", low=0, high=LARGEST_INT32)
-    alpha_size: float = _partition(
-        10.0, "dirichlet_size: concentration of the clients' sizes", low=0, open_low=True, source="FedMe's code",
-        needs=("partition", "dirichlet_size"))
-    shards_per_client: int = _partition(
-        2, "shards: label shards of each client", unit="shards", low=1, source="McMahan et al. 2017",
-        needs=("partition", "shards"))
-    shard_size: int | None = _partition(
-        None, "shards: samples per shard. If omitted, all samples are used", unit="samples", low=1,
-        source="pFedHR's code: 225", needs=("partition", "shards"))
-    classes_per_client: int = _partition(
-        2, "classes: number of classes of each client", unit="classes", low=1, source="pFedHR",
-        needs=("partition", "classes"))
-    quantity_power: float = _partition(
-        1.0, "quantity: the r-th largest client has about r^-power samples", low=0, source="our choice",
-        needs=("partition", "quantity"))
-    samples_per_client: int = _partition(
-        20, "bootstrap, bootstrap_dirichlet: samples that each client draws with replacement", unit="samples", low=1,
-        source="our choice", needs=("partition", "bootstrap", "bootstrap_dirichlet"))
     partition_file: str | None = _partition(
         None, "The partition.npz of a run folder, which replaces all other settings of this group, or a JSON file of "
         "the FedMR authors, which replaces --partition", path=True)
@@ -258,79 +255,9 @@ class Config:
         1e-3, "tau of adam, yogi and adagrad on the server: a larger value adapts less to single weights",
         low=0, open_low=True, source="Reddi et al. 2021", needs=("server_optimizer",))
 
-    compress: str = _channel(
-        "none", "Compression of the uploads: stochastic quantisation (qsgd), 8 bits (int8), signs, the largest changes "
-        "(topk) or random ones (randk)", choices=("none", "qsgd", "int8", "sign", "topk", "randk"), short=True)
-    compress_ratio: float = _channel(
-        0.01, "topk, randk: share of each tensor that is sent", low=0, high=1, open_low=True, static=True,
-        needs=("compress", "topk", "randk"))
-    compress_levels: int = _channel(8, "qsgd: levels s", unit="levels", low=1, high=65_535)
-    compress_download: str = _channel(
-        "none", "Compression of the models that the server sends", choices=("none", "qsgd", "int8"))
-    error_feedback: str = _channel(
-        "none", "What clients do with the error of compression: forget it (none), add it to their next message (ef), "
-        "or send the difference to their last message (ef21, methods with one model)",
-        choices=("none", "ef", "ef21"), source="ef: Seide et al. 2014, Karimireddy et al. 2019; ef21: Richtarik et al. "
-        "2021")
-    dp_clip: float | None = _channel(
-        None, "User-level differential privacy: largest L2 norm C of everything that a client uploads, as a change. If "
-        "omitted, no limit", low=0, open_low=True, short=True)
-    dp_noise: float = _channel(
-        0.0, "Noise multiplier sigma: the standard deviation of the noise is sigma C", low=0, needs=("dp_clip",))
-    dp_noise_on: str = _channel(
-        "upload", "Where the noise is added: to every upload (any method), or to their mean (methods with one model)",
-        choices=("upload", "mean"), needs=("dp_clip",))
-    dp_quantile: float | None = _channel(
-        None, "Adapt the norm C, which starts at --dp_clip, to this quantile of the clients' norms. If omitted, C is "
-        "constant", low=0, high=1, source="Andrew et al., NeurIPS 2021: 0.5", needs=("dp_clip",))
-    dp_poisson: float | None = _channel(
-        None, "Probability with which each client joins a round (Poisson sampling); --cohort is then the largest "
-        "number of clients. Needs --dp_noise_on=mean. If omitted, a round has exactly --cohort clients",
-        low=0, high=1, open_low=True, needs=("dp_clip",))
-    dp_delta: float = _channel(
-        1e-5, "delta of the column epsilon", low=0, high=1, open_low=True, open_high=True, needs=("dp_clip",),
-        compiled="no")
-    dp_seed: int | None = _channel(
-        None, "Seed of the noise and of the choice of clients, which then follow from published numbers, for tests. If "
-        "omitted, they follow from a secret of the operating system, which only the checkpoints contain",
-        low=0, high=LARGEST_INT32, needs=("dp_clip",), compiled="argument")
-    dp_target_epsilon: float | None = _channel(
-        None, "Choose --dp_noise so that epsilon has this value after --rounds", low=0, open_low=True,
-        needs=("dp_clip",), compiled="no")
-    attack: str = _channel(
-        "none", "What malicious clients do: train on wrong labels (label_flip), upload the opposite of their change "
-        "(sign_flip), noise (gaussian), the negative mean (ipm), the mean a little off (alie), a copy of another "
-        "client (mimic), or a model with a backdoor (replacement)",
-        choices=("none", "label_flip", "sign_flip", "gaussian", "ipm", "alie", "mimic", "replacement"), short=True)
-    attackers: float = _channel(
-        0.2, "Share of malicious clients. The seed of the partition decides which ones", low=0, high=1,
-        needs=("attack",))
-    attack_scale: float | None = _channel(
-        None, "Strength of the attack. If omitted, the usual one of each attack (docs/attacks.md)", low=0,
-        needs=("attack",))
-    attack_target: int = _channel(
-        0, "replacement: the class that samples with the trigger shall have", low=0,
-        needs=("attack", "replacement"), argument="target")
-    robust: str = _channel(
-        "none", "Robust rule of the server: aggregation for methods with one model, screening of the uploads for "
-        "methods with several",
-        choices=("none", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "centered_clip"),
-        short=True)
-    robust_outliers: int = _channel(
-        1, "Malicious clients f in a round that the rule withstands", unit="clients", low=0, needs=("robust",),
-        argument="outliers")
-    robust_before: str = _channel(
-        "none", "Step before the rule, for methods with one model: nearest-neighbour mixing (nnm), or means of two "
-        "random uploads (bucketing)", choices=("none", "nnm", "bucketing"), needs=("robust",))
-    exchange: str = _channel(
-        "none", "When the clients of a round exchange layers among themselves, so that a model mixes layers of several "
-        "clients: before_upload (encrypted for the server), before_training (unencrypted), or both",
-        choices=("none", "before_upload", "before_training", "both"), source="KDD'24, Appendix B: the first two")
-    exchange_share: float = _channel(
-        0.5, "Probability that a client sends a given layer in one exchange", low=0, high=1, static=True,
-        source="KDD'24, Figure 13, shows 2 of 4", needs=("exchange",))
-    exchange_repetitions: int = _channel(
-        1, "Exchanges in a row", low=1, high=1000, source="KDD'24, Appendix B, allows several", needs=("exchange",))
+    links: str | None = _channel(
+        None, "Links of one's own, by name, separated by commas. Those of this package have flags of their own",
+        names=OWN_LINKS)
 
     fleet: str | None = _clock(
         None, "Speeds of the clients' devices: all equal (uniform), lognormal, five classes, or a CSV file. The "
@@ -441,6 +368,7 @@ class Config:
     # fmt: on
 
     hyper: Any = None
+    rows: tuple[Any, ...] = ()
 
     @property
     def networks(self) -> list[str]:
@@ -450,8 +378,7 @@ class Config:
     @property
     def uses_channel(self) -> bool:
         """Whether messages are compressed, private, attacked, screened or exchanged."""
-        names = (self.compress, self.compress_download, self.attack, self.robust, self.exchange)
-        return self.dp_clip is not None or any(name != "none" for name in names)
+        return next(links(self), None) is not None
 
     @property
     def logs(self) -> list[str]:
@@ -493,9 +420,40 @@ def hyper(config: Config) -> Any:
     return row.hyper() if config.hyper is None and row is not None and row.hyper is not None else config.hyper
 
 
+def settings_of_row(config: Config, name: str, owner: type | None) -> Any:
+    """The settings of a partition or link: those of the configuration, else the defaults. None if it has none."""
+    if owner is None:
+        return next((each for each in config.rows if type(each).__name__ == name), None)  # recorded without its code
+    if issubclass(Config, owner):
+        return owner(**{each.name: getattr(config, each.name) for each in dataclasses.fields(owner)})
+    return next((each for each in config.rows if type(each) is owner), None) or owner()
+
+
+def links(config: Config) -> Iterator[tuple[str, LinkRow, Any]]:
+    """Yield the name, the row and the settings of each link of the channel."""
+    named = config.links.split(",") if config.links else []
+    for name, row in LINKS.items():
+        values = settings_of_row(config, name, row.settings)
+        if row.is_on(values) if row.is_on is not None else name in named:
+            yield name, row, values
+
+
+def _own_rows(values: Mapping[str, Any]) -> Iterator[tuple[str, type | None]]:
+    """Yield the name and the dataclass of settings of each user's partition and link that flags name."""
+    named = values.get("links")
+    rows: dict[str, Any] = {values["partition"]: PARTITIONS.get(values["partition"])}
+    rows |= {name: LINKS.get(name) for name in (named.split(",") if named else ())}
+    for name, row in rows.items():
+        if row is None or (row.settings is not None and not issubclass(Config, row.settings)):
+            yield name, row and row.settings
+
+
 def _all_settings(strategies: Collection[str] | None = None) -> Iterator[Setting]:
-    """Yield the settings of the configuration, then those of some strategies. Default: of all strategies."""
+    """Yield the settings of the configuration, of users' rows, and of some strategies. Default: of all strategies."""
     yield from settings.settings_of(Config)
+    for name, row in (*PARTITIONS.items(), *LINKS.items()):
+        if row.settings is not None and not issubclass(Config, row.settings):
+            yield from settings.settings_of(row.settings, f"{name}_")
     for name, row in STRATEGIES.items():
         if strategies is None or name in strategies:
             yield from settings.settings_of(row.hyper, f"{name}_")
@@ -504,6 +462,8 @@ def _all_settings(strategies: Collection[str] | None = None) -> Iterator[Setting
 def setting_values(config: Config) -> Iterator[tuple[Setting, Any]]:
     """Yield each setting of a run with its value; those of the strategy come last."""
     yield from settings.values_of(config)
+    for name, owner in _own_rows(vars(config)):
+        yield from settings.values_of(settings_of_row(config, name, owner), f"{name}_")
     yield from settings.values_of(hyper(config), f"{config.strategy}_")
 
 
@@ -512,7 +472,13 @@ def _build(values: Mapping[str, Any]) -> Config:
     strategy = values["strategy"]
     owner = STRATEGIES[strategy].hyper if strategy in STRATEGIES else None
     chosen = None if owner is None else settings.build(owner, values, f"{strategy}_")
-    return dataclasses.replace(settings.build(Config, values), hyper=chosen)
+    rows = tuple(
+        settings.recorded(values, f"{name}_", name)
+        if settings_class is None
+        else settings.build(settings_class, values, f"{name}_")
+        for name, settings_class in _own_rows(values)
+    )
+    return dataclasses.replace(settings.build(Config, values), hyper=chosen, rows=tuple(row for row in rows if row))
 
 
 # --- Flags -----------------------------------------------------------------------------------------------------------
@@ -709,10 +675,15 @@ def decisive(config: Config) -> dict[str, Any]:
     Settings that have no effect beside the others are left out, such as the rank of adapters without adapters. So two
     runs that differ in such settings are the same run.
     """
-    values, own_partition = vars(config), not PARTITIONS.is_ours(config.partition)  # which may use any setting
+    others = _of_other_partitions(config)
     return {
         setting.flag: setting.plain(value)
         for setting, value in setting_values(config)
-        if setting.info.affects_results
-        and (setting.info.has_effect(values) or (own_partition and setting.info.needs[0] == "partition"))
+        if setting.info.affects_results and setting.info.has_effect(vars(config)) and setting.name not in others
     }
+
+
+def _of_other_partitions(config: Config) -> set[str]:
+    """The settings of partitions other than that of the configuration."""
+    names = lambda row: {each.name for each in dataclasses.fields(row.settings)} if row and row.settings else set()
+    return set().union(*map(names, PARTITIONS.values())) - names(PARTITIONS.get(config.partition))

@@ -4,8 +4,9 @@ import functools
 
 from fedjax_mr import data
 from fedjax_mr.data import Dataset, FederatedData, divide
+from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.config import Config, settings_of_row
 from fedjax_mr.experiment.pretrained import tokenizer_of
 
 
@@ -33,13 +34,7 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
         num_clients=config.clients,
         seed=seed,
         partition=config.partition,
-        alpha=config.alpha,
-        alpha_size=config.alpha_size,
-        shards_per_client=config.shards_per_client,
-        shard_size=config.shard_size,
-        classes_per_client=config.classes_per_client,
-        quantity_power=config.quantity_power,
-        samples_per_client=config.samples_per_client,
+        settings=settings_of_row(config, config.partition, PARTITIONS[config.partition].settings),
         min_samples_per_client=config.min_samples_per_client,
         holdout_clients=config.holdout_clients,
         validation_share=config.validation_share,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from fedjax_mr import __version__, models
+from fedjax_mr.channel import LINKS
 from fedjax_mr.data import LABEL_MODES, SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.data.sources.tfds import IMAGE_SETS
@@ -62,11 +63,12 @@ def page(topic: str, width: int | None = None) -> str:
         return short_page(width) if not topic else all_flags(width)
     topic = topic.lstrip("-")
     kinds: dict[Callable[[str, int], str], Collection[str]] = {
-        _strategy: STRATEGIES, _data_set: SOURCES, _network: MODELS, _partition: PARTITIONS, _flag: _flags(),
+        _strategy: STRATEGIES, _data_set: SOURCES, _network: MODELS, _partition: PARTITIONS, _link: LINKS,
+        _flag: _flags(),
     }  # fmt: skip
     pages = [write(topic, settings.help_width(width)) for write, names in kinds.items() if topic in names]
     if not pages:
-        known = [*STRATEGIES, *SOURCES, *MODELS, *PARTITIONS, *_flags()]
+        known = [*STRATEGIES, *SOURCES, *MODELS, *PARTITIONS, *LINKS, *_flags()]
         nearest = difflib.get_close_matches(topic, known, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
         raise UserError(f"no help on {topic!r}{hint} (--help lists the topics)")
@@ -93,7 +95,7 @@ def short_page(width: int | None = None) -> str:
         "",
         "More",
         "  --help=all          every flag: unit, range, default and its source",
-        "  --help=NAME         one strategy, dataset, network, partition or flag:",
+        "  --help=NAME         one strategy, dataset, network, partition, link or flag:",
         *(
             line
             for group, names in by_group().items()
@@ -102,6 +104,7 @@ def short_page(width: int | None = None) -> str:
         *_listed("datasets", SOURCES, width),
         *_listed("networks", MODELS, width),
         *_listed("partitions", PARTITIONS, width),
+        *_listed("links", LINKS, width),
         "  --version           the versions of this package, JAX and Python",
     ]
     return "\n".join(lines)
@@ -195,8 +198,21 @@ def _network(name: str, width: int) -> str:
 
 def _partition(name: str, width: int) -> str:
     row = PARTITIONS[name]
-    flags = [*(each for each in row.settings if each in _flags()), "clients", "partition_seed"]
+    flags = [*_flags_of_row(name, row.settings), "clients", "partition_seed"]
     return _page(f"--partition={name}", _sentence(row.divide), {"file": _file(row.divide)}, width, flags)
+
+
+def _link(name: str, width: int) -> str:
+    row = LINKS[name]
+    return _page(
+        f"link {name}", _sentence(row.build), {"file": _file(row.build)}, width, _flags_of_row(name, row.settings)
+    )
+
+
+def _flags_of_row(name: str, owner: type | None) -> list[str]:
+    """The flags of a partition or link; those of a user begin with its name."""
+    prefix = "" if owner is None or issubclass(Config, owner) else f"{name}_"
+    return [setting.flag for setting in settings.settings_of(owner, prefix)]
 
 
 def _flag(name: str, width: int) -> str:

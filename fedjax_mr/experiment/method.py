@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_mr.channel import Link, channel, links, privacy
+from fedjax_mr.channel import channel, privacy
+from fedjax_mr.channel.links import LINKS
 from fedjax_mr.client import local
 from fedjax_mr.client.schedules import schedule
 from fedjax_mr.clock import Cohorts, Schedule, asynchronous, constant, hinge, online, polynomial, with_late_clients
@@ -19,7 +20,7 @@ from fedjax_mr.engine.round import Build
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
-from fedjax_mr.settings import as_arguments, bind
+from fedjax_mr.settings import as_arguments, bind, for_programs
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
 from fedjax_mr.strategies.transforms import make_server_optimizer, server_optimizer
 
@@ -57,35 +58,14 @@ class Online:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Arguments:
-    """A function that makes a link, with its arguments. A pytree: the leaves are the numbers, as arrays."""
-
-    function: Callable = dataclasses.field(metadata=local.STATIC)
-    numbers: dict[str, Any]
-    others: tuple[tuple[str, Any], ...] = dataclasses.field(metadata=local.STATIC)
-
-    @classmethod
-    def of(cls, function: Callable, numbers: dict[str, Any] | None = None, **others: Any) -> "Arguments":
-        """Numbers that are None keep the default of the function."""
-        kept = {name: value for name, value in (numbers or {}).items() if value is not None}
-        arrays = {
-            name: np.int32(value) if isinstance(value, int) else np.float32(value) for name, value in kept.items()
-        }
-        return cls(function, arrays, tuple(others.items()))
-
-    def __call__(self, problem: Problem, **more: Any) -> Link:
-        return self.function(problem, **self.numbers, **dict(self.others), **more)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Chosen:
     """The strategy of a configuration. A pytree: the leaves are the numbers."""
 
     strategy: str = dataclasses.field(metadata=local.STATIC)
     hyper: Any
     server: Any  # ServerOptimizer or None
-    links: dict[str, Arguments]  # of the channel, by kind
+    links: dict[str, Any]  # the settings of each link of the channel, by name
+    seed: Any  # of the partition
     poisson: Any = None  # the probability of Poisson sampling
     secret: Any = None  # two words [2] uint32, from which the noise follows, see `channel.privacy`
     secret_cohorts: bool = dataclasses.field(default=False, metadata=local.STATIC)  # they follow from it as well
@@ -108,35 +88,9 @@ def chosen(config: Config, *, secret: np.ndarray | None = None) -> Chosen:
     poisson = None if config.dp_poisson is None else np.float32(config.dp_poisson)
     hyper = as_arguments(configuration.hyper(config))
     hidden = secret is not None and config.fleet is None  # simulated time shows who was selected
-    return Chosen(config.strategy, hyper, as_arguments(server), _links(config), poisson, secret, hidden)
-
-
-def _links(config: Config) -> dict[str, Arguments]:
-    """The links of the channel that the configuration asks for."""
-    chosen: dict[str, Arguments] = {}
-    if config.compress != "none" or config.compress_download != "none":
-        chosen["compression"] = Arguments.of(
-            links.compression,
-            kind=config.compress,
-            ratio=config.compress_ratio,
-            levels=config.compress_levels,
-            feedback=config.error_feedback,
-            download=config.compress_download,
-        )
-    if config.dp_clip is not None:
-        numbers = {"clip": config.dp_clip, "noise": config.dp_noise, "quantile": config.dp_quantile}
-        chosen["privacy"] = Arguments.of(links.privacy, numbers, noise_on=config.dp_noise_on)
-    if config.attack != "none":
-        seed = config.seed if config.partition_seed is None else config.partition_seed
-        numbers = {"attackers": config.attackers, "seed": seed, "scale": config.attack_scale}
-        chosen["attack"] = Arguments.of(links.attack, numbers, kind=config.attack, target=config.attack_target)
-    if config.robust != "none":
-        settings = {"outliers": config.robust_outliers, "before": config.robust_before}
-        chosen["robust"] = Arguments.of(links.robust, rule=config.robust, **settings)
-    if config.exchange != "none":
-        settings = {"share": config.exchange_share, "repetitions": config.exchange_repetitions}
-        chosen["exchange"] = Arguments.of(links.exchange, when=config.exchange, **settings)
-    return chosen
+    links = {name: for_programs(settings) for name, _, settings in configuration.links(config)}
+    seed = np.int32(config.seed if config.partition_seed is None else config.partition_seed)
+    return Chosen(config.strategy, hyper, as_arguments(server), links, seed, poisson, secret, hidden)
 
 
 def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
@@ -173,8 +127,11 @@ def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
         strategy = privacy.poisson(strategy, problem, chosen.poisson)
     if chosen.secret_cohorts:
         strategy = privacy.secretly_selected(strategy, problem, chosen.secret)
-    depends = {"robust": {"stacked": several}, "privacy": {"secret": chosen.secret}}
-    made = [arguments(problem, **depends.get(kind, {})) for kind, arguments in chosen.links.items()]
+    facts = {"stacked": several, "secret": chosen.secret, "seed": chosen.seed}
+    made = []
+    for name, settings in chosen.links.items():
+        row = LINKS[name]
+        made.append(row.build(settings, problem, **{fact: facts[fact] for fact in row.gets}))
     return channel(strategy, problem, made)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fedjax_mr import registry
+from fedjax_mr.channel import LINKS
 from fedjax_mr.data import SOURCES, Dataset, is_file
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, did_you_mean, unknown_name
@@ -67,8 +68,10 @@ def resolve(config: Config, *, dataset: Dataset | None = None, model: Any = None
     config = dataclasses.replace(config, hyper=_hyper(config))
     for setting, value in settings.values_of(config):
         setting.check(value, setting.name)
-    for setting, value in settings.values_of(config.hyper):
-        setting.check(value, f"hyper.{setting.name}")
+    for owner in (config.hyper, *config.rows):
+        for setting, value in settings.values_of(owner):
+            place = "hyper" if owner is config.hyper else type(owner).__name__
+            setting.check(value, f"{place}.{setting.name}")
     completed = dataclasses.replace(
         config,
         dataset=user_objects.dataset_name(config.dataset),
@@ -99,6 +102,7 @@ def _rows_used(config: Config) -> imports.Names:
     """The rows of the registries that a run uses."""
     used = {(STRATEGIES.kind, config.strategy), (PARTITIONS.kind, config.partition)}
     used |= {(MODELS.kind, name) for name in config.networks}
+    used |= {(LINKS.kind, name) for name, _, _ in configuration.links(config)}
     return used | {(SOURCES.kind, name.partition("/")[0]) for name in (config.dataset, config.public_from) if name}
 
 
@@ -146,6 +150,13 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
         raise unknown_name(SOURCES.kind, config.dataset, SOURCES)
     if config.partition not in PARTITIONS:
         raise unknown_name("partition", config.partition, PARTITIONS)
+    for name in config.links.split(",") if config.links else ():
+        if name not in LINKS or LINKS[name].is_on is not None:
+            own = [link for link, row in LINKS.items() if row.is_on is None]
+            raise UserError(
+                f"links={name!r} is not one of your links ({', '.join(own) or 'there are none'}): import the file that "
+                "registers it with --import; links of this package have flags of their own, such as --compress"
+            )
     _check_networks(config, user_objects)
     _check_adapters(config, user_objects)
     _check_logs(config)

@@ -224,19 +224,20 @@ def build(owner: type[Owner], values: Mapping[str, Any], prefix: str = "") -> Ow
     return owner(**{name: _after_none(value) if isinstance(value, list) else value for name, value in named.items()})
 
 
-def recorded(values: Mapping[str, Any], prefix: str) -> Any:
+def recorded(values: Mapping[str, Any], prefix: str, name: str = "Hyper") -> Any:
     """Settings in JSON whose dataclass is not available, as an instance of a new one; None if there are none.
 
     Args:
       values: by flag.
       prefix: the prefix of the flags.
+      name: the name of the new dataclass.
     """
     fields = [
-        (name.removeprefix(prefix), _kind_of(value), field(tuple(value) if isinstance(value, list) else value, ""))
-        for name, value in values.items()
-        if name.startswith(prefix)
+        (flag.removeprefix(prefix), _kind_of(value), field(tuple(value) if isinstance(value, list) else value, ""))
+        for flag, value in values.items()
+        if flag.startswith(prefix)
     ]
-    return dataclasses.make_dataclass("Hyper", fields, frozen=True)() if fields else None
+    return dataclasses.make_dataclass(name, fields, frozen=True)() if fields else None
 
 
 def _kind_of(value: Any) -> Any:

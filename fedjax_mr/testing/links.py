@@ -33,7 +33,12 @@ LINKS: dict[str, MakeLink] = {
     "median": lambda problem, several: links.robust(problem, "median", outliers=1, stacked=several),
     "Multi-Krum": lambda problem, several: links.robust(problem, "multi_krum", outliers=1, stacked=several),
 }
-"""Links by name, with small but effective settings."""
+"""Links by name, with small but effective settings, and users' links with their defaults."""
+for _name, _row in links.LINKS.items():
+    if not links.LINKS.is_ours(_name):
+        LINKS[_name] = lambda problem, several, row=_row: row.build(
+            row.settings and row.settings(), problem, **{fact: {"stacked": several}.get(fact) for fact in row.gets}
+        )
 
 NEUTRAL: dict[str, MakeLink] = {
     "a norm that is never reached": lambda problem, several: links.privacy(problem, clip=1e9),

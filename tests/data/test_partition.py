@@ -1,5 +1,6 @@
 """Partitions: every sample is used once, the statistics are as specified, and repairs are reported."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -26,10 +27,16 @@ SETTINGS = {
 }
 
 
+@dataclasses.dataclass
+class Nothing:
+    """No settings."""
+
+
 def divide(name, labels, num_clients, seed=0, **changes):
     row = PARTITIONS[name]
     known = SETTINGS | {"domain": np.arange(len(labels)) % 3} | changes
-    settings = {key: value for key, value in known.items() if key in row.settings}
+    names = [*row.gets, *(each.name for each in dataclasses.fields(row.settings or Nothing))]
+    settings = {key: value for key, value in known.items() if key in names}
     return row.divide(labels, num_clients, rng=np.random.default_rng(seed), **settings)
 
 

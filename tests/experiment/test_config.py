@@ -199,7 +199,7 @@ def values_of(owner):
             ),
             float: st.floats(
                 info.low,
-                hyper.LARGEST_FLOAT32 if info.high is None else info.high,
+                declarations.LARGEST_FLOAT32 if info.high is None else info.high,
                 allow_nan=False,
                 allow_infinity=False,
                 exclude_min=info.open_low,
@@ -374,7 +374,7 @@ def test_settings_without_effect_make_no_other_run(monkeypatch):
     for flag, value in used.items():
         one, other = (dataclasses.replace(each, **{flag: value}) for each in (same, base))
         assert configuration.digest(one) != configuration.digest(other), flag
-    monkeypatch.setitem(PARTITIONS, "own", PARTITIONS["iid"])  # code of a user, which may use any setting
+    monkeypatch.setitem(PARTITIONS, "own", PARTITIONS["dirichlet"])  # a user's, with settings of ours
     one, other = (dataclasses.replace(each, partition="own") for each in (same, base))
     assert configuration.differences(one, other) == ["alpha: 0.1 (saved 0.5)"]
 

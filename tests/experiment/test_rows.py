@@ -1,0 +1,163 @@
+"""Partitions and links of a user: a file with rows, whose settings are flags, recorded, resumed and compared."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import fedjax_mr as fmr
+from fedjax_mr import main
+from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import imports
+
+MINE = """
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedjax_mr as fmr
+
+
+@dataclasses.dataclass(frozen=True)
+class Sorted:
+    mixed: float = fmr.field(0.0, "share of the samples that are dealt at random", low=0, high=1)
+
+
+def by_label(labels, num_clients, *, rng, mixed):
+    order = np.argsort(labels, kind="stable")
+    moved = rng.choice(len(order), round(mixed * len(order)), replace=False)
+    order[moved] = rng.permutation(order[moved])
+    return np.array_split(order, num_clients)
+
+
+fmr.PARTITIONS["by_label"] = fmr.Partitioner(by_label, Sorted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrink:
+    factor: float = fmr.field(0.5, "factor of the change of an upload", low=0, high=1)
+
+
+def shrink(settings, problem):
+    def client(values, reference, memory, context):
+        shorter = lambda value, start: start + settings.factor * (value - start)
+        return fmr.Sent(jax.tree.map(shorter, values, reference))
+
+    return fmr.Link("shrink", client=client)
+
+
+fmr.LINKS["shrink"] = fmr.LinkRow(shrink, Shrink)
+"""
+SMALL = [
+    *("--strategy=fedavg", "--model=logistic", "--clients=5", "--cohort=5", "--rounds=1", "--local_epochs=1"),
+    *("--devices=1", "--noprogress", "--eval_every=1"),
+]
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The flag that imports the rows; afterwards they are gone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    for registry in imports.REGISTRIES:
+        before = dict(registry)
+        monkeypatch.setattr(registry, "guarded", False)
+        yield_back.append((registry, before))
+    yield "--import=mine.py"
+    while yield_back:
+        registry, before = yield_back.pop()
+        registry.clear()
+        registry.update(before)
+
+
+yield_back = []
+
+
+def models(*flags):
+    """The arrays of the deployed model before and after one round."""
+    config = configuration.parse([*SMALL, *flags])
+    zero, one = (fmr.run(dataclasses.replace(config, lr=lr), record=False) for lr in (1e-30, config.lr))
+    return np.concatenate([np.ravel(b - a) for a, b in zip(*map(leaves, (zero, one)), strict=True)])
+
+
+def leaves(result):
+    return [result.variables["params"]["classifier"][name] for name in ("kernel", "bias")]
+
+
+def test_the_settings_of_a_users_rows_are_flags(mine):
+    config = configuration.parse([mine, "--partition=by_label", "--by_label_mixed=0.25", "--links=shrink"])
+    assert [vars(each) for each in config.rows] == [{"mixed": 0.25}, {"factor": 0.5}]
+    assert configuration.to_json(config)["by_label_mixed"] == 0.25
+    assert [name for name, _, _ in configuration.links(config)] == ["shrink"]
+    assert configuration.parse([*configuration.to_flags(config)]) == config
+
+
+def test_a_users_link_changes_what_arrives(mine):
+    plain, half, none = models(mine), models("--links=shrink"), models("--links=shrink", "--shrink_factor=0")
+    np.testing.assert_allclose(half, plain / 2, atol=1e-6)
+    np.testing.assert_allclose(none, 0, atol=1e-7)
+
+
+def test_another_number_of_a_users_link_compiles_nothing(mine):
+    from fedjax_mr.engine import program
+
+    run = lambda *flags: fmr.run(configuration.parse([*SMALL, mine, "--links=shrink", *flags]), record=False)
+    first, second = run(), run("--shrink_factor=0.25")
+    assert first.summary["accuracy"] is not None and second.summary["accuracy"] is not None
+    del program
+
+
+def test_a_users_partition_divides(mine):
+    config = configuration.parse([mine, *SMALL, "--partition=by_label"])
+    simulated = fmr.data.federate(fmr.data.load("digits"), num_clients=5, partition="by_label", mixed=0.0)
+    classes = (simulated.label_counts() > 0).sum(axis=1)
+    assert classes.max() <= 4
+    with pytest.raises(fmr.UserError, match="partition 'by_label' has no setting alpha=: it has mixed"):
+        fmr.data.federate(fmr.data.load("digits"), num_clients=5, partition="by_label", alpha=0.5)
+    with pytest.raises(fmr.UserError, match=r"mixed=2 is out of range \(allowed: >= 0 and <= 1\)"):
+        fmr.data.federate(fmr.data.load("digits"), num_clients=5, partition="by_label", mixed=2)
+    assert config.partition == "by_label"
+
+
+def test_a_run_with_users_rows_is_recorded_and_resumed(mine, capsys):
+    flags = [*SMALL, mine, "--partition=by_label", "--by_label_mixed=0.5", "--links=shrink", "--run_dir=run"]
+    assert main.main(flags) == 0
+    recorded = json.loads(open("run/config.json").read())
+    assert recorded["by_label_mixed"] == 0.5 and recorded["shrink_factor"] == 0.5 and recorded["links"] == "shrink"
+    assert main.main([*flags, "--resume", "--rounds=2"]) == 0
+    assert main.main([*flags, "--resume", "--rounds=3", "--shrink_factor=0.4"]) == 2
+    assert "shrink_factor: 0.4 (saved 0.5)" in capsys.readouterr().err
+
+
+def test_a_recorded_run_is_read_without_the_users_file(mine):
+    flags = [*SMALL, mine, "--partition=by_label", "--by_label_mixed=0.5", "--links=shrink", "--run_dir=run"]
+    assert main.main(flags) == 0
+    for registry, before in yield_back:
+        registry.clear()
+        registry.update(before)
+    config = configuration.load("run")
+    assert configuration.to_json(config)["by_label_mixed"] == 0.5 == configuration.to_json(config)["shrink_factor"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--links=shrnk", "links='shrnk' is not one of your links"),
+        ("--links=compression", "links of this package have flags of their own"),
+    ],
+)
+def test_other_links_are_refused_in_one_line(flag, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main.main([*SMALL, flag]) == 2
+    printed = capsys.readouterr().err
+    assert words in printed and printed.count("\n") == 1
+
+
+def test_rows_of_the_wrong_kind_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.py").write_text("import fedjax_mr as fmr\nfmr.LINKS['wrong'] = print\n")
+    assert main.main([*SMALL, "--import=wrong.py"]) == 2
+    assert "fmr.LINKS['wrong'] takes fmr.LinkRow(build, settings)" in capsys.readouterr().err
