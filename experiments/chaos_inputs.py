@@ -276,7 +276,7 @@ TOGETHER = (
     "--model=", "--model=mlp,", "--strategy=fedcross --cohort=1", "--strategy=fedmut --cohort=1", "--cohort=100",
     "--strategy=fedme --cohort=1 --public_share=0.2", "--import=missing.py", "--log=paper", "--picture_format=gif",
     "--strategy=pfedhr --public_share=0.2 --data_placement=host", "--projection=8 --model=logistic", "--clients=5000",
-    "--strategy=fedmr --fedmr_secure --cohort=1", "--public_share=1.5", "--partition=natural",
+    "--strategy=fedmr --exchange=both --cohort=1", "--public_share=1.5", "--partition=natural",
     "--public_from=missing.npz --public_share=0.5", "--resume --run_dir=missing", "--compare_to=missing",
     "--devices=5000",
     "--architectures_from=missing", "--partition_file=missing.npz", "--architectures=0,1", "--architectures=x",

@@ -37,7 +37,6 @@ LIBRARY = {
     "data": {"models.platforms"},
     "client": {"models"},
     "strategies": {"client", "models"},
-    "strategies.fedmr": {"channel.base", "channel.exchange", "models", "strategies"},  # its paper has an exchange
     "secure": {"models"},
     "channel": {"client", "models", "secure", "strategies.hyper"} | INTERFACE,
     "clock": {"channel.base", "client"} | INTERFACE,

@@ -61,7 +61,7 @@ def replay(run: runs.RunRecord, *, last: int, back: int, data_dir: str | None = 
       UserError: the run does not recombine models on the server as FedMR does.
     """
     hyper = configuration.hyper(run.config)
-    if not isinstance(hyper, fedmr.Hyper) or hyper.secure or not hyper.server_recombines:
+    if not isinstance(hyper, fedmr.Hyper) or run.config.exchange != "none" or not hyper.server_recombines:
         raise UserError(f"{run.path}: only fedmr's recombination on the server can be replayed")
     if last < 0:
         raise UserError(f"--round={last} must be at least 0")

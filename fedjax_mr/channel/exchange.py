@@ -4,7 +4,9 @@ Hu, Yue, Xie, Chen, Huang, Wei, Lian, Liu, Chen: Is Aggregation the Only Choice?
 Recombination, KDD 2024, Appendix B (secure recombination). secure/exchange.py describes the protection of owners and
 its limits. secure/messages.py implements the encrypted messages.
 
-Deviation. The paper applies the exchange only to FedMR.
+Deviation. The paper applies the exchange only to FedMR, in which it changes no distribution, because the server
+permutes the layers itself. Other methods with K models receive the same copies of each layer and the same mean, but in
+another combination: FedCross then mixes models whose layers come from several clients.
 """
 
 import jax

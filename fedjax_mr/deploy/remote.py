@@ -69,9 +69,7 @@ class RemoteClients:
         strategy = self.at_clients(problem)
         self.exchange, self.increments = strategy.exchange, set(strategy.increments)
         if self.exchange is not None and self.exchange.before_training:
-            raise UserError(
-                "real clients only exchange layers before the upload: set --fedmr_secure_when=before_upload"
-            )
+            raise UserError("real clients only exchange layers before the upload: set --exchange=before_upload")
         if self.exchange is not None and manager.policy.lost == "untrained":
             raise UserError("an exchange of layers needs all clients of the round: use --lost=wait or --lost=stop")
         self._sent, self._answer = jax.eval_shape(self._one_client, self._constants)

@@ -322,6 +322,15 @@ class Config:
     robust_before: str = _channel(
         "none", "Step before the rule, for methods with one model: nearest-neighbour mixing (nnm), or means of two "
         "random uploads (bucketing)", choices=("none", "nnm", "bucketing"), needs=("robust",))
+    exchange: str = _channel(
+        "none", "When the clients of a round exchange layers among themselves, so that a model mixes layers of several "
+        "clients: before_upload (encrypted for the server), before_training (unencrypted), or both",
+        choices=("none", "before_upload", "before_training", "both"), source="KDD'24, Appendix B: the first two")
+    exchange_share: float = _channel(
+        0.5, "Probability that a client sends a given layer in one exchange", low=0, high=1, static=True,
+        source="KDD'24, Figure 13, shows 2 of 4", needs=("exchange",))
+    exchange_repetitions: int = _channel(
+        1, "Exchanges in a row", low=1, high=1000, source="KDD'24, Appendix B, allows several", needs=("exchange",))
 
     fleet: str | None = _clock(
         None, "Speeds of the clients' devices: all equal (uniform), lognormal, five classes, or a CSV file. The "
@@ -440,8 +449,8 @@ class Config:
 
     @property
     def uses_channel(self) -> bool:
-        """Whether messages are compressed, private, attacked or screened."""
-        names = (self.compress, self.compress_download, self.attack, self.robust)
+        """Whether messages are compressed, private, attacked, screened or exchanged."""
+        names = (self.compress, self.compress_download, self.attack, self.robust, self.exchange)
         return self.dp_clip is not None or any(name != "none" for name in names)
 
     @property
@@ -449,6 +458,30 @@ class Config:
         """The programs that the metrics are also written to: the names in ``log``, and ``tensorboard``."""
         names = self.log.split(",") if self.log is not None else []
         return list(dict.fromkeys([*names, *(["tensorboard"] if self.tensorboard else [])]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _EarlierNames:
+    """Flags of earlier versions, with which the exchange of layers was a setting of FedMR."""
+
+    fedmr_secure: bool = field(False, "--exchange is not none")
+    fedmr_secure_when: str = field("before_upload", "--exchange", choices=("before_upload", "before_training", "both"))
+    fedmr_secure_share: float = field(0.5, "--exchange_share", low=0, high=1)
+    fedmr_secure_repetitions: int = field(1, "--exchange_repetitions", low=1, high=1000)
+
+
+def _with_todays_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by flag with those of `_EarlierNames` under today's names. An explicit ``exchange`` comes first."""
+    earlier = settings.build(_EarlierNames, values)
+    names = {setting.flag for setting in settings.settings_of(_EarlierNames)}
+    values = {flag: value for flag, value in values.items() if flag not in names}
+    if earlier.fedmr_secure and values["strategy"] == "fedmr" and values.get("exchange", "none") == "none":
+        for setting, value in settings.values_of(earlier):
+            setting.check(value)
+        values["exchange"] = earlier.fedmr_secure_when
+        values["exchange_share"] = earlier.fedmr_secure_share
+        values["exchange_repetitions"] = earlier.fedmr_secure_repetitions
+    return values
 
 
 # --- The settings of a run -------------------------------------------------------------------------------------------
@@ -529,7 +562,8 @@ def _read(arguments: Sequence[str], additional: Sequence[Setting] = ()) -> tuple
     """
     read_imports(arguments)
     unset = lambda setting: dataclasses.replace(setting, default=None) if setting.flag == "clients" else setting
-    values = settings.parse(arguments, [*map(unset, _all_settings()), *additional])
+    known = [*map(unset, _all_settings()), *settings.settings_of(_EarlierNames), *additional]
+    values = _with_todays_names(settings.parse(arguments, known))
     if values["clients"] is None:
         values["clients"] = 0 if values["partition"] == "natural" or values["partition_file"] else Config.clients
     return _build(values), values
@@ -587,6 +621,7 @@ def load(folder: Path | str) -> Config:
         values = (
             kept_run.config if kept_run else files.without_checksum(untrusted.parse_json(untrusted.read_text(path)))
         )
+        values = _with_todays_names(values)
         config = _build(_before(values["strategy"]) | values)
         if config.strategy not in STRATEGIES:
             common = {setting.flag for setting in settings.settings_of(Config)}

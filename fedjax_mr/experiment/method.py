@@ -133,6 +133,9 @@ def _links(config: Config) -> dict[str, Arguments]:
     if config.robust != "none":
         settings = {"outliers": config.robust_outliers, "before": config.robust_before}
         chosen["robust"] = Arguments.of(links.robust, rule=config.robust, **settings)
+    if config.exchange != "none":
+        settings = {"share": config.exchange_share, "repetitions": config.exchange_repetitions}
+        chosen["exchange"] = Arguments.of(links.exchange, when=config.exchange, **settings)
     return chosen
 
 

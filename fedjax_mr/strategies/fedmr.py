@@ -17,8 +17,8 @@ Deviations from the released code:
 Asynchronous clients (``mode=async``) are ours, without a paper: M models circulate, the K that have returned are
 recombined among themselves, and they are sent again. With M = K this is FedMR. With K = 1 nothing is recombined.
 
-Secure recombination (``secure``; KDD'24, Appendix B): the K clients also exchange whole layers among themselves. The
-models of the next round have the same distribution with and without it. It is a link, see channel/exchange.py.
+Secure recombination (KDD'24, Appendix B): the K clients also exchange whole layers among themselves. It is a link for
+any method, see channel/exchange.py. The models of the next round have the same distribution with and without it.
 """
 
 import dataclasses
@@ -27,8 +27,6 @@ import math
 import jax
 
 from fedjax_mr import trees
-from fedjax_mr.channel.base import channel
-from fedjax_mr.channel.exchange import exchange
 from fedjax_mr.models.base import Layer, Variables
 from fedjax_mr.strategies.hyper import field
 from fedjax_mr.strategies.interface import Problem, Strategy
@@ -72,32 +70,6 @@ class Hyper:
         "the K initial models: copies of one initialisation (authors' code), or independent ones (Algorithm 1)",
         choices=tuple(STARTS),
         source="authors' code",
-    )
-    secure: bool = field(
-        False,
-        "secure recombination: the clients also exchange layers among themselves",
-        source="KDD'24, Appendix B",
-    )
-    secure_when: str = field(
-        "before_upload",
-        "time of the exchange: before_upload (encrypted for the server), before_training (unencrypted), or both",
-        choices=("before_upload", "before_training", "both"),
-        source="KDD'24, Appendix B, describes the first two; the default is our choice",
-    )
-    secure_share: float = field(
-        0.5,
-        "probability that a client sends a given layer in one exchange",
-        static=True,
-        low=0,
-        high=1,
-        source="KDD'24, Figure 13, shows 2 of 4",
-    )
-    secure_repetitions: int = field(
-        1,
-        "number of exchanges in a row",
-        low=1,
-        high=1000,
-        source="KDD'24, Appendix B, allows several; the default is our choice",
     )
     server_recombines: bool = field(
         True, "recombine the uploaded models on the server, as FedMR does", source="KDD'24, Algorithm 1"
@@ -151,8 +123,4 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         )
         return state._replace(models=returned(state.models, models, cohort)), {}
 
-    strategy = circulating(problem, start=STARTS[hyper.start])._replace(server_update=server_update)
-    if not hyper.secure:
-        return strategy
-    when, share, repetitions = hyper.secure_when, hyper.secure_share, hyper.secure_repetitions
-    return channel(strategy, problem, [exchange(problem, when=when, share=share, repetitions=repetitions)])
+    return circulating(problem, start=STARTS[hyper.start])._replace(server_update=server_update)

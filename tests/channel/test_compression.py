@@ -13,7 +13,7 @@ from fedjax_mr.channel import Context, Link, Sent, channel, links
 from fedjax_mr.channel.compression import KINDS, Compressed, compression, decode, encode, make_codec, pack, unpack
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.strategies import STRATEGIES, fedavg, fedme, fedmr
+from fedjax_mr.strategies import STRATEGIES, fedavg, fedme
 from fedjax_mr.testing.federations import SIZES, default_hyper, simulator
 
 SIZE = 23
@@ -471,7 +471,6 @@ def test_wrong_settings_are_refused_in_one_line(message):
     [
         ("fedgen", None, "none", "counts its own messages"),
         ("fedme", fedme.Hyper(upload_first=True, clustering=False), "ef", "counts its own messages"),
-        ("fedmr", fedmr.Hyper(secure=True), "ef", "encrypted layers of other clients"),
         ("fedmr", None, "ef21", "a single server model"),
         ("scaffold", None, "ef21", "not control, model"),
     ],

@@ -128,7 +128,8 @@ def test_what_holds_no_model_of_each_client_has_no_layers_to_exchange(federation
 
 def test_other_links_and_a_second_exchange_are_refused(problem):
     """In one channel or in two."""
-    plain, secure = fedmr.build(fedmr.Hyper(), problem), fedmr.build(fedmr.Hyper(secure=True), problem)
+    plain = fedmr.build(fedmr.Hyper(), problem)
+    secure = channel(plain, problem, [exchange(problem)])
     for other, reason in (
         (links.compression(problem, "topk", ratio=0.1), "cannot compress"),
         (links.robust(problem, "median", outliers=1, stacked=True), "mixes the layers"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import shutil
 import sys
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
+from fedjax_mr import files
 from fedjax_mr.channel import accounting
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
@@ -19,6 +21,7 @@ from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.messages import with_flags
 from fedjax_mr.experiment.method import build_chosen, chosen
 from fedjax_mr.experiment.simulated_time import most_at_once
+from fedjax_mr.strategies import fedcross
 from fedjax_mr.testing.federations import constants
 
 CONFIG = fmr.Config(
@@ -39,6 +42,37 @@ def test_compression_changes_the_bytes(tmp_path):
     plain = run(tmp_path / "plain")
     signs = run(tmp_path / "signs", compress="sign", error_feedback="ef")
     assert signs.rows[-1]["bytes_up"] < plain.rows[-1]["bytes_up"] / 25
+
+
+def test_the_clients_of_fedcross_exchange_layers(tmp_path):
+    """In a round, the mean of the models keeps its value, and half of the layers go and come."""
+    once = {"strategy": "fedcross", "model": "mlp", "rounds": 1, "eval_every": 1}
+    once["hyper"] = fedcross.Hyper(selection="in_order")
+    (plain,), (ours,) = (run(tmp_path / when, exchange=when, **once).rows for when in ("none", "before_upload"))
+    assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-4) and ours["accuracy"] == plain["accuracy"]
+    assert ours["bytes_peer"] == ours["bytes_up"] == plain["bytes_up"] and "bytes_peer" not in plain
+    assert 0 < ours["layers_unmoved"] < 1 and 0 < ours["layers_held_by_others"] < 1
+
+
+EARLIER = {"secure": True, "secure_when": "both", "secure_share": 0.25, "secure_repetitions": 3}
+
+
+def test_the_exchange_of_layers_was_a_setting_of_fedmr(tmp_path):
+    """Its flags, and the settings of recorded runs, are names of the link."""
+    today = ["--exchange=both", "--exchange_share=0.25", "--exchange_repetitions=3"]
+    flags = ["--fedmr_secure", *(f"--fedmr_{name}={value}" for name, value in EARLIER.items() if value is not True)]
+    ours = configuration.parse(today)
+    assert ours.exchange == "both" and configuration.parse(flags) == ours
+    assert configuration.parse([*flags, "--exchange=before_upload"]).exchange == "before_upload"
+    assert configuration.parse(flags[1:]) == configuration.parse(["--nofedmr_secure"]) == configuration.parse([])
+    assert configuration.parse([*flags, "--strategy=indep"]).exchange == "none"  # as flags of other methods
+    with pytest.raises(UserError, match="fedmr_secure_share=2"):
+        configuration.parse([*flags, "--fedmr_secure_share=2"])
+    recorded = {flag: value for flag, value in configuration.to_json(ours).items() if not flag.startswith("exchange")}
+    for secure in (True, False):
+        values = recorded | {f"fedmr_{name}": value for name, value in (EARLIER | {"secure": secure}).items()}
+        (tmp_path / "config.json").write_text(json.dumps(files.with_checksum(values)))
+        assert configuration.load(tmp_path) == (ours if secure else configuration.parse([]))
 
 
 @pytest.mark.slow

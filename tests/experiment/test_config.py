@@ -108,7 +108,7 @@ def test_a_new_strategy_brings_its_flags(monkeypatch):
         (["--flagfile=no/such.flags"], ["no/such.flags", "No such file"]),
         (["--rounds=1.5"], ["--rounds=1.5", "whole number"]),
         (["--lr=fast"], ["--lr=fast", "not a number"]),
-        (["--fedmr_secure=before_upload"], ["--fedmr_secure=before_upload", "neither true nor false"]),
+        (["--fedmr_server_recombines=before"], ["--fedmr_server_recombines=before", "neither true nor false"]),
         (["fedmr"], ["'fedmr'", "--name=value"]),
     ],
 )

@@ -49,7 +49,7 @@ def test_a_run(changes, name):
 
 
 def test_runs_are_told_apart():
-    one = Config(hyper=fedmr.Hyper(unit="layer"))
+    one = Config(hyper=fedmr.Hyper(unit="layer", server_recombines=False))
     others = [dataclasses.replace(one, seed=1), Config(strategy="fedavg", lr=0.1), Config(strategy="fedavg", lr=0.1)]
     assert titles.runs([one, *others]) == [
         "FedMR, learning rate 0.05, seed 0",
@@ -64,9 +64,9 @@ def test_runs_are_told_apart():
         "stage1 rounds = 0",
     ]
     assert titles.words(["validation_share", "fedmr_stage1_rounds"], zero, brief=True) == []
-    flags = ["fedmr_unit", "augment", "public_labels", "clip_norm", "cohort", "fedavg_mu", "fedmr_secure"]
+    flags = ["fedmr_unit", "augment", "public_labels", "clip_norm", "cohort", "fedavg_mu", "fedmr_server_recombines"]
     assert titles.words(flags, settings) == [
-        "unit = layer", "augment = crop flip", "no public labels", "clip norm = none", "K = 5", "no secure",
+        "unit = layer", "augment = crop flip", "no public labels", "clip norm = none", "K = 5", "no server recombines",
     ]  # fmt: skip
 
 

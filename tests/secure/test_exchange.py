@@ -1,6 +1,5 @@
 """The exchange of layers among clients: properties in random federations, and the expected shares."""
 
-import dataclasses
 import functools
 import math
 
@@ -12,12 +11,14 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.channel import channel, links
 from fedjax_mr.engine.round import dispatch
 from fedjax_mr.errors import UserError
 from fedjax_mr.secure.exchange import draw, exchange, expected_unmoved
 from fedjax_mr.strategies import fedmr
 from fedjax_mr.strategies.interface import Cohort
 from fedjax_mr.strategies.parts import Models
+from fedjax_mr.testing.federations import simulator
 
 UNITS = 4000  # many units are many independent trials
 few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
@@ -134,6 +135,20 @@ def test_one_exchange_leaves_two_thirds_where_they_were():
 # --- FedMR with secure recombination --------------------------------------------------------------------------------
 
 
+FEDMR = fedmr.Hyper()
+
+
+@functools.cache
+def with_link(**link):
+    """FedMR with an exchange of layers; one function for each link, so that equal simulators are shared."""
+    return lambda hyper, problem: channel(fedmr.build(hyper, problem), problem, [links.exchange(problem, **link)])
+
+
+def exchanging(network, *, hyper=FEDMR, cohort=3, devices=1, **link):
+    """The rounds of FedMR whose clients exchange layers."""
+    return simulator((with_link(**link), hyper), network, cohort=cohort, devices=devices, lanes=1, seed=0).rounds
+
+
 def after(engine, count=2):
     return engine.run(engine.init(), count)
 
@@ -143,8 +158,8 @@ def after(engine, count=2):
     "when", ["both", *(pytest.param(each, marks=pytest.mark.slow) for each in ("before_upload", "before_training"))]
 )
 def test_fedmr_that_only_exchanges_nothing_is_indep(engine, equal, when):
-    silent = fedmr.Hyper(secure=True, secure_when=when, secure_share=0.0, server_recombines=False)
-    ours = after(engine("fedmr", "linear", hyper=silent))[0].server.models
+    silent = exchanging("linear", hyper=fedmr.Hyper(server_recombines=False), when=when, share=0.0)
+    ours = after(silent)[0].server.models
     equal(ours, after(engine("indep", "linear"))[0].server.models)
 
 
@@ -164,17 +179,17 @@ def test_a_server_that_compares_finds_the_owners(engine):
 
 def test_the_deployed_model_never_sees_the_exchange(engine, close):
     """One round: a permutation of the uploaded layers preserves their mean."""
-    plain, secure = engine("fedmr", "perceptron"), engine("fedmr", "perceptron", hyper=fedmr.Hyper(secure=True))
+    plain, secure = engine("fedmr", "perceptron"), exchanging("perceptron")
     progress, report = after(secure, 1)
     close(secure.deployed(progress), plain.deployed(after(plain, 1)[0]))
     assert 0 <= float(report.info["layers_unmoved"]) <= 1
     assert 0 < float(report.info["layers_held_by_others"]) <= 1
 
 
-def test_whole_layers_move_before_the_training(engine):
+def test_whole_layers_move_before_the_training():
     """The dispatched rows are those of the server, permuted layer by layer, with all tensors of a layer together."""
-    hyper = fedmr.Hyper(secure=True, secure_when="before_training", secure_share=0.8, start="independent")
-    secure = engine("fedmr", "perceptron", hyper=hyper)
+    independent = fedmr.Hyper(start="independent")
+    secure = exchanging("perceptron", hyper=independent, when="before_training", share=0.8)
     problem, models = secure.constants.problem, secure.init().server.models
     strategy = secure.constants.strategy
     ids = jnp.arange(problem.cohort_size, dtype=jnp.int32)
@@ -194,13 +209,12 @@ def test_whole_layers_move_before_the_training(engine):
 
 
 @pytest.mark.slow
-def test_layouts_and_calls_change_nothing_with_secure_recombination(engine, equal, close):
-    hyper = fedmr.Hyper(secure=True)
-    one = engine("fedmr", "perceptron", hyper=hyper)
+def test_layouts_and_calls_change_nothing_with_secure_recombination(equal, close):
+    one = exchanging("perceptron")
     whole, _ = after(one, 3)
     parts, _ = one.run(after(one, 1)[0], 2)
     equal(whole, parts)
-    close(whole, after(engine("fedmr", "perceptron", hyper=hyper, devices=2), 3)[0])
+    close(whole, after(exchanging("perceptron", devices=2), 3)[0])
 
 
 @pytest.mark.parametrize(
@@ -210,19 +224,17 @@ def test_layouts_and_calls_change_nothing_with_secure_recombination(engine, equa
 def test_traffic_among_clients_is_counted_apart(engine, sent, share, repetitions, factor):
     """The expected traffic is 2 q K S for each exchange."""
     down, up, _ = sent(engine("fedmr", "linear"))
-    hyper = fedmr.Hyper(secure=True, secure_share=share, secure_repetitions=repetitions)
-    secure = engine("fedmr", "linear", hyper=hyper)
-    assert sent(secure) == (down, up, factor * up)
-    twice = engine("fedmr", "linear", hyper=dataclasses.replace(hyper, secure_when="both"))
+    once = exchanging("linear", share=share, repetitions=repetitions)
+    assert sent(once) == (down, up, factor * up)
+    twice = exchanging("linear", when="both", share=share, repetitions=repetitions)
     assert sent(twice) == (down, up, 2 * factor * up)
     with pytest.raises(UserError, match="cohort= must be at least 2"):
-        engine("fedmr", "linear", hyper=hyper, cohort=1)
+        exchanging("linear", cohort=1)
 
 
-def test_expected_traffic_is_the_mean_of_what_is_sent(engine, sent):
+def test_expected_traffic_is_the_mean_of_what_is_sent(sent):
     """Layers differ in size, but all are equally likely to be sent, so the mean is still 2 q K S."""
-    hyper = fedmr.Hyper(secure=True, secure_share=0.3, secure_repetitions=2)
-    secure = engine("fedmr", "perceptron", hyper=hyper)
+    secure = exchanging("perceptron", share=0.3, repetitions=2)
     problem = secure.constants.problem
     leaves = jax.tree.leaves(problem.model.shapes())
     sizes = np.array([trees.num_bytes([leaves[leaf] for leaf in layer.leaves]) for layer in problem.layers])
