@@ -386,7 +386,9 @@ def test_the_readmes_python_names_what_there_is():
         elif isinstance(node, ast.Call) and getattr(target := resolved(node.func), "__module__", "").startswith(
             "fedjax"
         ):
-            assert {keyword.arg for keyword in node.keywords} <= set(inspect.signature(target).parameters), target
+            parameters = inspect.signature(target).parameters
+            known_words = {*parameters, *(fmr.Config.__dataclass_fields__ if target is fmr.data.federate else ())}
+            assert {keyword.arg for keyword in node.keywords} <= known_words, target
             found.append(target)
     assert any(each is not None for each in found)
 

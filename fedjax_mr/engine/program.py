@@ -130,7 +130,7 @@ def compiler_options() -> dict[str, Any]:
 @functools.cache
 def _is_known(option: str) -> bool:
     """Whether the installed XLA has an experimental option."""
-    probe = jax.jit(lambda: 0, compiler_options={option: "LIBRARY_FUSION_TYPE_INVALID"})
+    probe = jax.jit(lambda: 0, compiler_options={option: "LIBRARY_FUSION_TYPE_REDUCE"})
     try:
         probe.lower().compile()
     except jax.errors.JaxRuntimeError as error:

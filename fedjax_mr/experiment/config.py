@@ -58,7 +58,7 @@ class Config(
     partition.Shards,
     partition.Classes,
     partition.Quantity,
-    partition.Bootstrap,
+    partition.BootstrapDirichlet,
     Compression,
     Privacy,
     Attack,
@@ -440,8 +440,8 @@ def links(config: Config) -> Iterator[tuple[str, LinkRow, Any]]:
 
 def _own_rows(values: Mapping[str, Any]) -> Iterator[tuple[str, type | None]]:
     """Yield the name and the dataclass of settings of each user's partition and link that flags name."""
-    named = values.get("links")
-    rows: dict[str, Any] = {values["partition"]: PARTITIONS.get(values["partition"])}
+    named, division = values.get("links"), values.get("partition", Config.partition)
+    rows: dict[str, Any] = {division: PARTITIONS.get(division)}
     rows |= {name: LINKS.get(name) for name in (named.split(",") if named else ())}
     for name, row in rows.items():
         if row is None or (row.settings is not None and not issubclass(Config, row.settings)):

@@ -102,7 +102,7 @@ def models(*flags):
 
 
 def leaves(result):
-    return [result.variables["params"]["classifier"][name] for name in ("kernel", "bias")]
+    return jax.tree.leaves(result.variables["params"])
 
 
 def test_the_settings_of_a_users_rows_are_flags(mine):
@@ -168,7 +168,7 @@ def test_a_recorded_run_is_read_without_the_users_file(mine):
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--links=shrnk", "links='shrnk' is not one of your links"),
+        ("--links=shrnk", "--links=shrnk is not one of your links"),
         ("--links=compression", "links of this package have flags of their own"),
     ],
 )
