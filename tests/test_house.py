@@ -34,7 +34,7 @@ FREE = {"errors", "files", "keys", "registry", "settings", "trees", "untrusted"}
 INTERFACE = {"strategies.interface", "strategies.parts", "strategies.traffic"}  # what a strategy is; no method
 LIBRARY = {
     "models": set(),
-    "data": {"models.platforms"},
+    "data": set(),
     "client": {"models"},
     "strategies": {"client", "models"},
     "secure": {"models"},
