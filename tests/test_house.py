@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+import fedjax_mr as fmr
 from fedjax_mr import sweep
 from fedjax_mr.analysis import papers
 from fedjax_mr.analysis.__main__ import COMMANDS

@@ -172,7 +172,7 @@ def test_a_flag_file_that_is_no_text_is_one_line(tmp_path):
         (["--flagfile"], ["--flagfile"]),
         (["--rounds=1.5"], ["--rounds=1.5", "whole number"]),
         (["--lr=fast"], ["--lr=fast", "not a number"]),
-        (["--fedmr_server_recombines=before"], ["--fedmr_server_recombines=before", "neither true nor false"]),
+        (["--fedmr_secure=before_upload"], ["--fedmr_secure=before_upload", "neither true nor false"]),
         (["--rounds=none"], ["--rounds=none", "whole number"]),
         (["--resume=perhaps"], ["--resume=perhaps"]),
         (["--noresume=1"], ["--noresume=1"]),
