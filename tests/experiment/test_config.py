@@ -265,7 +265,6 @@ def test_a_run_of_a_version_without_some_settings_has_their_defaults(tmp_path):
         "server_beta2",
         "server_tau",
         "fedmr_unit",
-        "checksum",
     ):
         del values[name]
     (tmp_path / "config.json").write_text(json.dumps(values))
