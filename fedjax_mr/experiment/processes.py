@@ -79,7 +79,7 @@ class Processes:
             return [text]
         content = np.frombuffer(text.encode(), np.uint8)
         with lost_in_one_line():
-            sizes = self._gather(np.int32(len(content)))
+            sizes = self._gather(np.array(len(content), np.int32))
             width = 1 << int(sizes.max()).bit_length()  # few widths, so JAX compiles few programs
             rows = self._gather(np.pad(content, (0, width - len(content))))
         return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]

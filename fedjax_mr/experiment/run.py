@@ -102,7 +102,8 @@ def run(
     config, network = processes.together(lambda: user_objects.build(config, federated))
     config, found = guarantee.complete(config, federated, network)
     notes = (*notes, *found)
-    processes.agree({"data": federated.hash()} | versions() | settings_of_numbers() | shared(config))
+    facts = {"data": federated.hash(), "num_processes": config.num_processes}
+    processes.agree(facts | versions() | settings_of_numbers() | shared(config))
     interrupts.check()
     with contextlib.ExitStack() as cleanup, usual_arithmetic(), lost_in_one_line(), memory_errors():
         cleanup.callback(give_back_memory)

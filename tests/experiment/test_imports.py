@@ -293,7 +293,7 @@ def test_tables_and_curves_need_no_code(capsys):
 def recorded_as(path, value):
     """Let a run folder record another import."""
     config = json.loads((path / "config.json").read_text())
-    config.pop("checksum", None)
+    (path / "manifest.json").unlink(missing_ok=True)
     (path / "config.json").write_text(json.dumps(config | {"import": [value]}))
 
 

@@ -419,6 +419,7 @@ def test_a_frozen_process_ends_the_others(tmp_path):
     finally:
         for process in launched.processes:
             process.kill()
+            process.wait()
 
 
 @pytest.mark.slow
