@@ -12,6 +12,7 @@ from fedjax_mr.analysis import frame, groups, runs, tables
 from fedjax_mr.analysis.__main__ import main as analysis
 from fedjax_mr.analysis.command import script
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.folder import read_rows, read_summary
 from fedjax_mr.experiment.kept import KeptRun
@@ -38,6 +39,15 @@ def table(both, tmp_path):
 def test_the_pages_have_tables_of_kept_runs():
     texts = [documents.read(page) for page in documents.pages(EXPERIMENTS)]
     assert sum(len(pages.TABLE.findall(text)) for text in texts) > 5
+
+
+def test_every_kept_run_is_read_as_it_was_recorded():
+    """Flags of earlier versions have other names today; a method of a plug-in keeps its settings."""
+    renamed = {"fedmr_secure", "fedmr_secure_when", "fedmr_secure_share", "fedmr_secure_repetitions"}
+    for path in kept.find(EXPERIMENTS / "results"):
+        recorded = {flag: value for flag, value in kept.run(path).config.items() if flag not in renamed}
+        values = configuration.to_json(configuration.load(path))
+        assert {flag: values[flag] for flag in recorded} == recorded, path
 
 
 def test_kept_runs_name_no_machine():
