@@ -18,11 +18,13 @@ from fedjax_mr.experiment.trials import run_together
 from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES, Cohort, Contract, Parcels, Problem, Row, Strategy, transforms
+from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
 
 __all__ = [
     "LINKS",
     "MODELS",
     "PARTITIONS",
+    "SERVER_OPTIMIZERS",
     "SOURCES",
     "STRATEGIES",
     "BlockNet",

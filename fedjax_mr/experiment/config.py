@@ -27,6 +27,7 @@ from fedjax_mr.models.precision import PRECISIONS
 from fedjax_mr.registry import USER_OBJECTS, is_supplied
 from fedjax_mr.settings import LARGEST_BATCH, LARGEST_INT32, field
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies.transforms import ServerOptimizer
 
 COMMAND = "python -m fedjax_mr.main"
 LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
@@ -59,6 +60,7 @@ class Config(
     partition.Classes,
     partition.Quantity,
     partition.BootstrapDirichlet,
+    ServerOptimizer,
     Compression,
     Privacy,
     Attack,
@@ -233,27 +235,6 @@ class Config(
         short=True)
     seed: int = _federation(0, "Seed of all random numbers", low=0, high=LARGEST_INT32, compiled="argument",
         short=True)
-
-    server_optimizer: str = _federation(
-        "none", "Optimizer of the server. It uses the change of the global model in a round as a negative gradient; "
-        "methods with K models use the change of each of them",
-        choices=("none", "momentum", "adam", "yogi", "adagrad"),
-        source="our choice; momentum: FedAvgM, Hsu et al. 2019; adam, yogi, adagrad: Reddi et al., ICLR 2021, "
-               "Algorithm 2", short=True)
-    server_lr: float | None = _federation(
-        None, "Learning rate of --server_optimizer. If omitted, 1 (momentum; 1 - --server_momentum for methods with "
-        "several models), 0.1 (adam, adagrad) or 0.01 (yogi)", low=0, open_low=True,
-        source="Hsu et al. 2019; Flower's FedAdam, FedAdagrad, FedYogi; Reddi et al. 2021 tune it; K models: ours",
-        needs=("server_optimizer",), short=True)
-    server_momentum: float = _federation(
-        0.9, "beta of momentum, and beta_1 of adam, yogi and adagrad, on the server",
-        low=0, high=1, open_high=True, source="Hsu et al. 2019; Reddi et al. 2021", needs=("server_optimizer",))
-    server_beta2: float = _federation(
-        0.99, "beta_2 of adam and yogi on the server", low=0, high=1, open_high=True, source="Reddi et al. 2021",
-        needs=("server_optimizer",))
-    server_tau: float = _federation(
-        1e-3, "tau of adam, yogi and adagrad on the server: a larger value adapts less to single weights",
-        low=0, open_low=True, source="Reddi et al. 2021", needs=("server_optimizer",))
 
     links: str | None = _channel(
         None, "Links of one's own, by name, separated by commas. Those of this package have flags of their own",

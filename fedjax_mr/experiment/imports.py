@@ -32,10 +32,11 @@ from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.models import MODELS
 from fedjax_mr.registry import Registry
 from fedjax_mr.strategies import SETTINGS, STRATEGIES
+from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
 
 GROUP = "fedjax_mr"  # of entry points
 FOLDER = "imports"  # in a run folder, with the copies
-REGISTRIES: tuple[Registry, ...] = (STRATEGIES, MODELS, SOURCES, PARTITIONS, LINKS)
+REGISTRIES: tuple[Registry, ...] = (STRATEGIES, MODELS, SOURCES, PARTITIONS, LINKS, SERVER_OPTIMIZERS)
 _PINNED = re.compile(r"(.+)#([0-9a-f]{12})")
 Names = set[tuple[str, str]]  # the kind of a row and its name
 

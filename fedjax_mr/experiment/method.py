@@ -22,18 +22,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.settings import as_arguments, bind, for_programs
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
-from fedjax_mr.strategies.transforms import make_server_optimizer, server_optimizer
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerOptimizer:
-    """The settings of a server optimizer, see `make_server_optimizer`."""
-
-    name: str
-    lr: float | None
-    momentum: float
-    beta2: float
-    tau: float
+from fedjax_mr.strategies.transforms import ServerOptimizer, by_settings, server_optimizer
 
 
 @jax.tree_util.register_dataclass
@@ -82,15 +71,13 @@ def chosen(config: Config, *, secret: np.ndarray | None = None) -> Chosen:
     """
     server = None
     if config.server_optimizer != "none":
-        server = ServerOptimizer(
-            config.server_optimizer, config.server_lr, config.server_momentum, config.server_beta2, config.server_tau
-        )
+        server = for_programs(configuration.settings_of_row(config, config.server_optimizer, ServerOptimizer))
     poisson = None if config.dp_poisson is None else np.float32(config.dp_poisson)
     hyper = as_arguments(configuration.hyper(config))
     hidden = secret is not None and config.fleet is None  # simulated time shows who was selected
     links = {name: for_programs(settings) for name, _, settings in configuration.links(config)}
     seed = np.int32(config.seed if config.partition_seed is None else config.partition_seed)
-    return Chosen(config.strategy, hyper, as_arguments(server), links, seed, poisson, secret, hidden)
+    return Chosen(config.strategy, hyper, server, links, seed, poisson, secret, hidden)
 
 
 def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
@@ -114,15 +101,7 @@ def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
                 "a server optimizer would change models that clients are training: use server_optimizer=none, or "
                 "in_flight= equal to cohort="
             )
-        optimizer = make_server_optimizer(
-            server.name,
-            lr=server.lr,
-            momentum=server.momentum,
-            beta2=server.beta2,
-            tau=server.tau,
-            several=several,
-        )
-        strategy = server_optimizer(strategy, optimizer)
+        strategy = server_optimizer(strategy, by_settings(server, several=several))
     if chosen.poisson is not None:
         strategy = privacy.poisson(strategy, problem, chosen.poisson)
     if chosen.secret_cohorts:

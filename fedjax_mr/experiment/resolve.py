@@ -22,6 +22,7 @@ from fedjax_mr.experiment.config import LOGS, Config
 from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import MODELS, Model
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
 
 PUBLIC_SHARE = 0.1  # of methods that cannot do without public data, as in FedMe's and pFedHR's papers
 
@@ -102,6 +103,7 @@ def _rows_used(config: Config) -> imports.Names:
     """The rows of the registries that a run uses."""
     used = {(STRATEGIES.kind, config.strategy), (PARTITIONS.kind, config.partition)}
     used |= {(MODELS.kind, name) for name in config.networks}
+    used |= {(SERVER_OPTIMIZERS.kind, config.server_optimizer)} if config.server_optimizer != "none" else set()
     used |= {(LINKS.kind, name) for name, _, _ in configuration.links(config)}
     return used | {(SOURCES.kind, name.partition("/")[0]) for name in (config.dataset, config.public_from) if name}
 
@@ -150,6 +152,8 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
         raise unknown_name(SOURCES.kind, config.dataset, SOURCES)
     if config.partition not in PARTITIONS:
         raise unknown_name("partition", config.partition, PARTITIONS)
+    if config.server_optimizer not in ("none", *SERVER_OPTIMIZERS):
+        raise unknown_name("server_optimizer", config.server_optimizer, ["none", *SERVER_OPTIMIZERS])
     for name in config.links.split(",") if config.links else ():
         if name not in LINKS or LINKS[name].is_on is not None:
             own = [link for link, row in LINKS.items() if row.is_on is None]

@@ -15,7 +15,9 @@ papers do not mention BatchNorm. Here its statistics are those of the inner stra
 beyond the mean could be negative.
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +25,44 @@ import optax
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
+from fedjax_mr.registry import Registry
+from fedjax_mr.settings import field
 from fedjax_mr.strategies import interface, parts
 from fedjax_mr.strategies.interface import Strategy
 
 LEARNING_RATES = {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
 """Default learning rate of each optimizer for a server with one model. Sources: Hsu et al. 2019; the others: Flower."""
+
+
+_setting = functools.partial(field, group="Federation")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptimizer:
+    """The settings of a server optimizer."""
+
+    # fmt: off
+    server_optimizer: str = _setting(
+        "none", "Optimizer of the server. It uses the change of the global model in a round as a negative gradient; "
+        "methods with K models use the change of each of them",
+        names=("none", "momentum", "adam", "yogi", "adagrad"),
+        source="our choice; momentum: FedAvgM, Hsu et al. 2019; adam, yogi, adagrad: Reddi et al., ICLR 2021, "
+               "Algorithm 2", short=True)
+    server_lr: float | None = _setting(
+        None, "Learning rate of --server_optimizer. If omitted, 1 (momentum; 1 - --server_momentum for methods with "
+        "several models), 0.1 (adam, adagrad) or 0.01 (yogi)", low=0, open_low=True,
+        source="Hsu et al. 2019; Flower's FedAdam, FedAdagrad, FedYogi; Reddi et al. 2021 tune it; K models: ours",
+        needs=("server_optimizer",), short=True)
+    server_momentum: float = _setting(
+        0.9, "beta of momentum, and beta_1 of adam, yogi and adagrad, on the server",
+        low=0, high=1, open_high=True, source="Hsu et al. 2019; Reddi et al. 2021", needs=("server_optimizer",))
+    server_beta2: float = _setting(
+        0.99, "beta_2 of adam and yogi on the server", low=0, high=1, open_high=True, source="Reddi et al. 2021",
+        needs=("server_optimizer",))
+    server_tau: float = _setting(
+        1e-3, "tau of adam, yogi and adagrad on the server: a larger value adapts less to single weights",
+        low=0, open_low=True, source="Reddi et al. 2021", needs=("server_optimizer",))
+    # fmt: on
 
 
 class State(NamedTuple):
@@ -114,6 +149,45 @@ def make_server_optimizer(
     if name == "momentum":
         return optax.sgd(lr, momentum=momentum)
     return optax.chain(adaptive(name, beta1=momentum, beta2=beta2, tau=tau), optax.scale_by_learning_rate(lr))
+
+
+def by_settings(settings: ServerOptimizer, *, several: bool) -> optax.GradientTransformation:
+    """The optimizer that settings name: a row of `SERVER_OPTIMIZERS`.
+
+    Args:
+      settings: the numbers may be traced.
+      several: whether the server keeps K models.
+    """
+    return SERVER_OPTIMIZERS[settings.server_optimizer](settings, several)
+
+
+def _ours(settings: ServerOptimizer, several: bool) -> optax.GradientTransformation:
+    return make_server_optimizer(
+        settings.server_optimizer,
+        lr=settings.server_lr,
+        momentum=settings.server_momentum,
+        beta2=settings.server_beta2,
+        tau=settings.server_tau,
+        several=several,
+    )
+
+
+def check_row(name: str, row: Any) -> None:
+    """Check a user's row of `SERVER_OPTIMIZERS`.
+
+    Raises:
+      UserError: the row is not a function.
+    """
+    if not callable(row):
+        raise UserError(
+            f"fmr.SERVER_OPTIMIZERS[{name!r}] takes a function build(settings, several) that returns an optax optimizer"
+        )
+
+
+SERVER_OPTIMIZERS = Registry(
+    "server optimizer", "fmr.SERVER_OPTIMIZERS", check_row, dict.fromkeys(LEARNING_RATES, _ours)
+)
+"""All optimizers of the server: (`ServerOptimizer`, whether the server keeps K models) -> optimizer."""
 
 
 def adaptive(kind: str, *, beta1: float, beta2: float, tau: float) -> optax.GradientTransformation:

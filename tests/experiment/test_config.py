@@ -140,7 +140,7 @@ def test_bad_flags(arguments, parts):
         ({"clients": -1}, ["clients=-1", ">= 0"]),
         ({"batch_size": -5}, ["batch_size=-5"]),
         ({"clip_norm": 0.0}, ["clip_norm=0.0", "> 0"]),
-        ({"server_optimizer": "yogy"}, ["server_optimizer='yogy'", "did you mean 'yogi'?"]),
+        ({"server_optimizer": "yogy"}, ["unknown server_optimizer 'yogy'", "did you mean 'yogi'?"]),
         ({"server_lr": 0.0}, ["server_lr=0.0", "> 0"]),
         ({"server_momentum": 1.0}, ["server_momentum=1.0", ">= 0 and < 1"]),
         ({"server_beta2": 1.0}, ["server_beta2=1.0", ">= 0 and < 1"]),

@@ -21,6 +21,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import fedjax_mr as fmr
 
@@ -54,6 +55,7 @@ def shrink(settings, problem):
 
 
 fmr.LINKS["shrink"] = fmr.LinkRow(shrink, Shrink)
+fmr.SERVER_OPTIMIZERS["steps"] = lambda settings, several: optax.sgd(settings.server_lr)
 """
 SMALL = [
     *("--strategy=fedavg", "--model=logistic", "--clients=5", "--cohort=5", "--rounds=1", "--local_epochs=1"),
@@ -121,6 +123,11 @@ def test_a_users_link_changes_what_arrives(mine):
     )
     np.testing.assert_allclose(half, plain / 2, atol=1e-6)
     np.testing.assert_allclose(none, 0, atol=1e-7)
+
+
+def test_a_users_server_optimizer_moves_the_model(mine):
+    plain, double = models(mine), models("--server_optimizer=steps", "--server_lr=2")
+    np.testing.assert_allclose(double, 2 * plain, atol=1e-5)
 
 
 def test_another_number_of_a_users_link_is_an_argument(mine):
