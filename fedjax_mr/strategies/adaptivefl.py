@@ -158,7 +158,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         drawn = jax.random.randint(jax.random.fold_in(key, 1), (problem.cohort_size,), 0, 7)
         return State(network.init(key), drawn, jnp.ones((count, 7)), jnp.ones((count, 3)))
 
-    def select(state, key):
+    def select(state, round, key):
         if hyper.selection == "rl":
             weights = rewards(state.records, state.counts)
         else:
