@@ -2,6 +2,7 @@
 
 from fedjax_mr import data, models, strategies, trees
 from fedjax_mr.client import local
+from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
 from fedjax_mr.data.sources.arrays import from_arrays
@@ -20,6 +21,7 @@ from fedjax_mr.strategies import STRATEGIES, Cohort, Contract, Parcels, Problem,
 
 __all__ = [
     "MODELS",
+    "OPTIMIZERS",
     "PARTITIONS",
     "SOURCES",
     "STRATEGIES",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_mr import files, untrusted
+from fedjax_mr.client.optimizers import MOMENTUM, OPTIMIZERS
 from fedjax_mr.client.schedules import SCHEDULES
 from fedjax_mr.data import LABEL_MODES, SOURCES
 from fedjax_mr.data.partition import PARTITIONS
@@ -192,11 +193,14 @@ class Config:
         unit="pixels", low=1, high=256, source="the usual one of CIFAR; FedMe's code: 2", needs=("augment",))
     local_epochs: int = _training(
         5, "Epochs that a client trains in each round", unit="epochs", low=1, source="KDD'24", short=True)
+    local_steps: int | None = _training(
+        None, "Steps that each client trains in a round, in place of --local_epochs, whatever its number of samples. "
+        "If omitted, epochs", unit="steps", low=1, short=True)
     batch_size: int = _training(10, "Batch size B of a local step", unit="samples", low=1, high=LARGEST_BATCH,
         short=True)
     optimizer: str = _training(
         "sgd", "Optimizer of the clients. Its state is reset in every round",
-        choices=("sgd", "adam", "adamw"), source="KDD'24", short=True)
+        names=OPTIMIZERS, source="KDD'24", short=True)
     lr: float = _training(0.05, "Learning rate of the clients", low=0, open_low=True, short=True)
     lr_schedule: str = _training(
         "constant", "Learning rate over the rounds: constant, times --lr_decay in each round (exponential) or after "
@@ -214,9 +218,10 @@ class Config:
     lr_warmup: float = _training(
         0.0, "Rounds W in which the learning rate rises from 1/W of its value. 0 disables it", unit="rounds", low=0)
     momentum: float = _training(
-        0.5, "Momentum of sgd", low=0, high=1, source="the FedMR authors' code (the paper prints 0.9)", short=True)
+        MOMENTUM, "Momentum of sgd and nesterov. Other optimizers have none", low=0, high=1,
+        source="the FedMR authors' code (the paper prints 0.9)", short=True)
     weight_decay: float = _training(
-        0.0, "Weight decay: added to the gradient (sgd, adam) or decoupled from it (adamw)",
+        0.0, "Weight decay: added to the gradient, or decoupled from it (adamw, lion, muon, prodigy)",
         low=0, source="the FedMR authors' code")
     clip_norm: float | None = _training(
         None, "Maximum L2 norm of a batch's gradient. If omitted, gradients are not clipped",

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 
 from fedjax_mr import files
+from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
@@ -34,7 +35,7 @@ from fedjax_mr.strategies import SETTINGS, STRATEGIES
 
 GROUP = "fedjax_mr"  # of entry points
 FOLDER = "imports"  # in a run folder, with the copies
-REGISTRIES: tuple[Registry, ...] = (STRATEGIES, MODELS, SOURCES, PARTITIONS)
+REGISTRIES: tuple[Registry, ...] = (STRATEGIES, MODELS, SOURCES, PARTITIONS, OPTIMIZERS)
 _PINNED = re.compile(r"(.+)#([0-9a-f]{12})")
 Names = set[tuple[str, str]]  # the kind of a row and its name
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fedjax_mr import registry
+from fedjax_mr.client import optimizers
+from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.data import SOURCES, Dataset, is_file
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, did_you_mean, unknown_name
@@ -98,6 +100,7 @@ def _full_name(kind: type) -> str:
 def _rows_used(config: Config) -> imports.Names:
     """The rows of the registries that a run uses."""
     used = {(STRATEGIES.kind, config.strategy), (PARTITIONS.kind, config.partition)}
+    used |= {(OPTIMIZERS.kind, config.optimizer)}
     used |= {(MODELS.kind, name) for name in config.networks}
     return used | {(SOURCES.kind, name.partition("/")[0]) for name in (config.dataset, config.public_from) if name}
 
@@ -146,6 +149,7 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
         raise unknown_name(SOURCES.kind, config.dataset, SOURCES)
     if config.partition not in PARTITIONS:
         raise unknown_name("partition", config.partition, PARTITIONS)
+    optimizers.check(config.optimizer, momentum=config.momentum, weight_decay=config.weight_decay)
     _check_networks(config, user_objects)
     _check_adapters(config, user_objects)
     _check_logs(config)

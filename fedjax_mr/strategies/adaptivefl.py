@@ -182,7 +182,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def client_update(payload, memory, data, round, key):
         level = payload["level"]
         if hyper.selection == "rl":
-            level = largest_held(level, data.client_id, jax.random.fold_in(key, 2 * problem.local.epochs))
+            level = largest_held(level, data.client_id, jax.random.fold_in(key, 2 * problem.local.most_epochs))
         start = parts.cut(payload["model"], level)
         loss = parts.confine(local.cross_entropy(network), level)
         model, metrics = local.train(network, problem.local, start, data, key, loss=loss)

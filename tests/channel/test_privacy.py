@@ -361,7 +361,9 @@ def test_a_run_announces_the_norm_and_stores_the_next(federation):
 def test_clients_join_independently_up_to_the_slots(federation, probability, slots):
     problem = federation("linear", sizes=(9, 5, 8, 7, 6, 9, 4, 8, 7, 9, 6, 5), cohort=slots, seed=1).problem
     strategy = poisson(inner_strategy("fedavg", problem), problem, probability)
-    cohorts = jax.jit(jax.vmap(lambda key: strategy.select(None, None, key)))(jax.random.split(jax.random.key(0), 20_000))
+    cohorts = jax.jit(jax.vmap(lambda key: strategy.select(None, None, key)))(
+        jax.random.split(jax.random.key(0), 20_000)
+    )
     present = np.asarray(cohorts.sizes) > 0
     counts = np.bincount(present.sum(axis=1), minlength=13)
     expected = stats.binom.pmf(np.arange(13), 12, probability)
