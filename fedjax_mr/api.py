@@ -12,6 +12,7 @@ from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.load import SavedRun, load
+from fedjax_mr.experiment.loggers import LOGGERS
 from fedjax_mr.experiment.run import Interrupted, run
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.experiment.trials import run_together
@@ -20,6 +21,7 @@ from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES, Cohort, Contract, Parcels, Problem, Row, Strategy, transforms
 
 __all__ = [
+    "LOGGERS",
     "MODELS",
     "OPTIMIZERS",
     "PARTITIONS",

@@ -16,6 +16,7 @@ from fedjax_mr.data import LABEL_MODES, SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, kept, manifest, settings
+from fedjax_mr.experiment.loggers import LOGGERS
 from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.precision import PRECISIONS
@@ -24,8 +25,6 @@ from fedjax_mr.settings import LARGEST_BATCH, LARGEST_INT32, field
 from fedjax_mr.strategies import STRATEGIES
 
 COMMAND = "python -m fedjax_mr.main"
-LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
-"""The values of ``--log``, which are also extras of this package, and the Python package that each needs."""
 GROUPS = (
     "Data",
     "Partition",
@@ -413,8 +412,8 @@ class Config:
         short=True)
     picture_format: str = _records("png", "Format of the pictures", choices=("png", "pdf", "svg"), at_end=True)
     log: str | None = _records(
-        None, "Also write the metrics to other programs, separated by commas. Each is an extra of this package",
-        names=LOGS, at_end=True)
+        None, "Also write the metrics to other programs, separated by commas. Those of this package are its extras",
+        names=LOGGERS, at_end=True)
     tensorboard: bool = _records(False, "Same as --log=tensorboard", at_end=True)
     progress: bool = _records(True, "Show a progress bar", per_process=True)
     allow_nonfinite: bool = _records(False, "Continue if a loss is not finite. By default the run stops at that round")

@@ -19,7 +19,8 @@ from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, did_you_mean, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports, settings
-from fedjax_mr.experiment.config import LOGS, Config
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.loggers import LOGGERS
 from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import MODELS, Model
 from fedjax_mr.strategies import STRATEGIES
@@ -101,6 +102,7 @@ def _rows_used(config: Config) -> imports.Names:
     """The rows of the registries that a run uses."""
     used = {(STRATEGIES.kind, config.strategy), (PARTITIONS.kind, config.partition)}
     used |= {(OPTIMIZERS.kind, config.optimizer)}
+    used |= {(LOGGERS.kind, name) for name in config.logs}
     used |= {(MODELS.kind, name) for name in config.networks}
     return used | {(SOURCES.kind, name.partition("/")[0]) for name in (config.dataset, config.public_from) if name}
 
@@ -250,10 +252,11 @@ def _check_clock(config: Config) -> None:
 
 def _check_logs(config: Config) -> None:
     for name in config.logs:
-        if name not in LOGS:
-            raise UserError(f"log={name!r} is not one of {', '.join(LOGS)}{did_you_mean(name, LOGS)}")
-        if importlib.util.find_spec(LOGS[name]) is None:
-            raise UserError(f"log={name!r} needs {LOGS[name]}: pip install 'fedjax-mr[{name}]'")
+        if name not in LOGGERS:
+            raise UserError(f"log={name!r} is not one of {', '.join(LOGGERS)}{did_you_mean(name, LOGGERS)}")
+        needed = getattr(LOGGERS[name], "needs", None)
+        if needed is not None and importlib.util.find_spec(needed) is None:
+            raise UserError(f"log={name!r} needs {needed}: pip install 'fedjax-mr[{name}]'")
 
 
 def _is_path(name: str) -> bool:
