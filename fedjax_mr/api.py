@@ -3,6 +3,7 @@
 from fedjax_mr import data, models, strategies, trees
 from fedjax_mr.channel import LINKS, Link, LinkRow, Sent
 from fedjax_mr.client import local
+from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
 from fedjax_mr.data.sources.arrays import from_arrays
@@ -12,6 +13,7 @@ from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.load import SavedRun, load
+from fedjax_mr.experiment.loggers import LOGGERS
 from fedjax_mr.experiment.run import Interrupted, run
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.experiment.trials import run_together
@@ -22,7 +24,9 @@ from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
 
 __all__ = [
     "LINKS",
+    "LOGGERS",
     "MODELS",
+    "OPTIMIZERS",
     "PARTITIONS",
     "SERVER_OPTIMIZERS",
     "SOURCES",

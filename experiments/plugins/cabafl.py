@@ -150,7 +150,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             version=zero,
         )
 
-    def select(state, key):
+    def select(state, round, key):
         return Cohort(state.clients, problem.sizes[state.clients])
 
     def server_update(state, uploads, cohort, round, key):

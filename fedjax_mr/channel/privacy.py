@@ -255,9 +255,9 @@ def secret_key(key: jax.Array, secret: Any) -> jax.Array:
 def secretly_selected(inner: Strategy, problem: Problem, secret: Any) -> Strategy:
     """The strategy whose cohorts do not follow from the seed of the run, but from a secret as well (`draw_secret`)."""
 
-    def select(state: Any, key: jax.Array) -> Cohort | None:
+    def select(state: Any, round: jax.Array, key: jax.Array) -> Cohort | None:
         key = secret_key(key, secret)
-        return select_uniformly(problem, key) if inner.select is None else inner.select(state, key)
+        return select_uniformly(problem, key) if inner.select is None else inner.select(state, round, key)
 
     return inner._replace(select=select)
 
@@ -405,7 +405,7 @@ def poisson(inner: Strategy, problem: Problem, probability: float | jax.Array) -
         f"with this probability more than {slots} of {clients} clients take part on average: pass a larger cohort",
     )
 
-    def select(state: Any, key: jax.Array) -> Cohort:
+    def select(state: Any, round: jax.Array, key: jax.Array) -> Cohort:
         join_key, order_key = jax.random.split(key)
         joins = jax.random.bernoulli(join_key, probability, (clients,))
         ids = jax.lax.top_k(jnp.where(joins, jax.random.uniform(order_key, (clients,)), -1.0), slots)[1]

@@ -11,8 +11,10 @@ import numpy as np
 import optax
 
 from fedjax_mr import trees
+from fedjax_mr.client import optimizers
+from fedjax_mr.client.optimizers import OPTIMIZERS, make_optimizer
 from fedjax_mr.client.samples import Array, ClientData, Samples, gather, validation
-from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
 from fedjax_mr.models.base import Model, Variables
 
@@ -38,7 +40,7 @@ class Metrics(NamedTuple):
     """The report of the training of one client; scalars."""
 
     loss: jax.Array  # sum of the loss over all training samples, in nats
-    images: jax.Array  # training samples processed (epochs x size)
+    images: jax.Array  # training samples processed (epochs x size, if the client trains in epochs)
     steps: jax.Array  # optimizer steps
     bad_step: jax.Array  # first step with a non-finite loss; `steps` if only the result is not finite; -1 if none
     # Further scalars by name, reported as means over the cohort.
@@ -74,7 +76,6 @@ class LocalStep(NamedTuple):
     """carry -> the trained variables"""
 
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
 STATIC = {"static": True}  # metadata of the fields of a pytree that are part of the program
 
 
@@ -86,17 +87,19 @@ class LocalSetting:
     This dataclass is a pytree. Its numbers are arguments of the compiled programs; the other fields are static.
 
     Attributes:
-      rule: ``sgd``, ``adam`` or ``adamw`` (see `make_optimizer`), or any optax transformation, which ignores the four
-        numbers below. Its state is initialised in every round.
+      rule: a name of `OPTIMIZERS`, or any optax transformation, which ignores the four numbers below. Its state is
+        initialised in every round.
       epochs: number of epochs E per round.
       batch_size: samples per step B. The last batch of an epoch may have fewer.
       max_size: upper bound of the number of samples of a client; set by the `Simulator`.
+      steps: number of steps S per round of each client that has samples, in place of E epochs. Batches come from
+        epochs in new random orders, of which the last may end early. None: E epochs.
       augment: (key, raw images [B, ...]) -> raw images, applied to every batch before normalisation. Default: no
         augmentation.
       gradient: gradient of the loss in `sgd`. Default: `jax.value_and_grad`. Replace it to turn any method that trains
         with `train` into a sharpness-aware one.
       lr: learning rate.
-      momentum: momentum of ``sgd``. None: without.
+      momentum: momentum of ``sgd`` and ``nesterov``. None: without.
       weight_decay: weight decay. None: without.
       clip_norm: largest L2 norm of the gradient of a batch. None: no limit.
       schedule: round (float32, from 0) -> factor of ``lr``, see `client.schedules`. A pytree. None: constant.
@@ -106,6 +109,7 @@ class LocalSetting:
     epochs: int = dataclasses.field(metadata=STATIC)
     batch_size: int = dataclasses.field(metadata=STATIC)
     max_size: int = dataclasses.field(default=0, metadata=STATIC)
+    steps: int | None = dataclasses.field(default=None, metadata=STATIC)
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = dataclasses.field(default=None, metadata=STATIC)
     gradient: Gradient | None = dataclasses.field(default=None, metadata=STATIC)
     lr: Any = None
@@ -146,48 +150,62 @@ class LocalSetting:
         )
 
     def num_steps(self, size: jax.Array, work: jax.Array | None = None) -> jax.Array:
-        """Number of steps T = E ceil(size / B) of a client with ``size`` samples, int32.
+        """Number of steps of a client with ``size`` samples, int32: T = E ceil(size / B), or S (0 without samples).
 
         With ``work``, the number that it does if it stops after this share of them.
         """
-        steps = self.epochs * ((size + self.batch_size - 1) // self.batch_size)
+        if self.steps is None:
+            steps = self.epochs * ((size + self.batch_size - 1) // self.batch_size)
+        else:
+            steps = self.steps * (size > 0).astype(size.dtype)
         return steps if work is None else jnp.round(work * steps.astype(jnp.float32)).astype(jnp.int32)
+
+    @property
+    def most_epochs(self) -> int:
+        """An upper bound of the epochs that a client begins in a round."""
+        return self.epochs if self.steps is None else self.steps
+
+    def in_epochs(self, epochs: Any) -> "LocalSetting":
+        """The settings of a training of ``epochs`` epochs, which may be traced, whatever the steps per round are."""
+        return dataclasses.replace(self, epochs=epochs, steps=None)
 
 
 def setting(
     optimizer: str = "sgd",
     *,
     lr: float = 0.05,
-    momentum: float = 0.5,
+    momentum: float = optimizers.MOMENTUM,
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     epochs: int = 5,
+    steps: int | None = None,
     batch_size: int = 10,
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     schedule: Callable[[jax.Array], jax.Array] | None = None,
 ) -> LocalSetting:
     """The settings of the clients' training with a named optimizer. The defaults are those of `fmr.Config`.
 
-    For any other optax optimizer, create a `LocalSetting`.
+    For an optax optimizer without a name, create a `LocalSetting`, or add a row to `OPTIMIZERS`.
 
     Args:
-      optimizer: ``sgd``, ``adam`` or ``adamw``. For this and the next four arguments, see `make_optimizer`.
+      optimizer: a name of `OPTIMIZERS`.
       lr: learning rate.
-      momentum: momentum of ``sgd``. With 0, the compiled programs have none.
-      weight_decay: weight decay, added to the gradient as ``weight_decay * weights``. With 0, the programs have none.
+      momentum: momentum of ``sgd`` and ``nesterov``. With 0, the compiled programs have none. Optimizers without
+        momentum ignore the default.
+      weight_decay: weight decay, added to the gradient as ``weight_decay * weights``, or decoupled from it (``adamw``,
+        ``lion``, ``muon``, ``prodigy``). With 0, the programs have none.
       clip_norm: largest L2 norm of the gradient of a batch. Default: no limit.
       epochs: number of epochs E per round.
+      steps: number of steps S per round, in place of epochs, whatever the sizes of the clients are. Default: epochs.
       batch_size: samples per step B.
       augment: see `LocalSetting`.
       schedule: factor of the learning rate by the number of the round, from 0: a function such as optax's schedules
         (``optax.cosine_decay_schedule(1.0, 300)``). Default: the learning rate is constant.
 
     Raises:
-      UserError: the optimizer is unknown, or a number is out of range.
+      UserError: the optimizer is unknown, a number is out of range, or the optimizer does not have it.
     """
-    if optimizer not in OPTIMIZERS:
-        raise unknown_name("optimizer", optimizer, OPTIMIZERS)
-    for name, count in {"epochs": epochs, "batch_size": batch_size}.items():
+    for name, count in {"epochs": epochs, "batch_size": batch_size, "steps": 1 if steps is None else steps}.items():
         if not isinstance(count, int | np.integer) or count < 1:
             raise UserError(f"{name}={count} must be a whole number of at least 1")
     numbers = {
@@ -199,40 +217,21 @@ def setting(
     for name, (value, allowed, limits) in numbers.items():
         if not allowed:
             raise UserError(f"{name}={value} must be {limits}")
+    optimizers.check(optimizer, momentum=momentum, weight_decay=weight_decay)
     if schedule is not None and not isinstance(schedule, jax.tree_util.Partial):  # a pytree whose leaves are numbers
         schedule = jax.tree_util.Partial(schedule)
     return LocalSetting(
         optimizer,
         epochs,
         batch_size,
+        steps=steps,
         augment=augment,
         lr=lr,
-        momentum=momentum if optimizer == "sgd" and momentum else None,
+        momentum=momentum if optimizers.has(optimizer, "momentum") and momentum else None,
         weight_decay=weight_decay or None,
         clip_norm=clip_norm,
         schedule=schedule,
     )
-
-
-def make_optimizer(
-    name: str,
-    *,
-    lr: Any,
-    momentum: Any = None,
-    weight_decay: Any = None,
-    clip_norm: Any = None,
-) -> optax.GradientTransformation:
-    """Build the optimizer ``sgd``, ``adam`` or ``adamw``. The numbers may be traced.
-
-    The order is that of PyTorch: the gradient is clipped to the global norm ``clip_norm``, then weight decay is added
-    (with ``adamw`` to the update), then momentum is applied.
-    """
-    steps = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
-    if name == "adamw":
-        return optax.chain(*steps, optax.adamw(lr, weight_decay=0.0 if weight_decay is None else weight_decay))
-    if weight_decay is not None:
-        steps.append(optax.add_decayed_weights(weight_decay))
-    return optax.chain(*steps, optax.adam(lr) if name == "adam" else optax.sgd(lr, momentum))
 
 
 def with_schedule(
@@ -304,8 +303,8 @@ def sgd(
         return (optax.apply_updates(params, updates), state, optimizer_state), value
 
     def result(carry: tuple) -> Variables:
-        params, state, _ = carry
-        return {"params": params, **state}
+        params, state, optimizer_state = carry
+        return {"params": optimizers.trained(params, optimizer_state), **state}
 
     return LocalStep(init, step, result)
 
@@ -326,11 +325,11 @@ def train(
     optimizer: optax.GradientTransformation | None = None,
     gradient: Gradient | None = None,
 ) -> tuple[Variables, Metrics]:
-    """Train one client with `sgd` for E epochs over its shuffled samples. Consumes ``key``.
+    """Train one client with `sgd` for E epochs over its shuffled samples, or for S steps. Consumes ``key``.
 
     Args:
       model: the network. With a `Zoo`, the network of this client is trained.
-      setting: epochs, batch size, optimizer.
+      setting: epochs or steps, batch size, optimizer.
       variables: initial variables.
       data: the client's data.
       key: the client's key of this round.
@@ -351,14 +350,14 @@ def train(
 def run(
     local_step: LocalStep, setting: LocalSetting, start: Any, data: ClientData, key: jax.Array
 ) -> tuple[Any, Metrics]:
-    """Run a local step on every batch of a client's E epochs. Consumes ``key``.
+    """Run a local step on every batch of a client's E epochs, or on its first S batches. Consumes ``key``.
 
-    The number of steps T = E ceil(size / B) is traced, so clients of all sizes share one program. A client of size 0
-    runs no step. A client with ``data.work`` stops after that share of its steps, rounded to whole steps.
+    The number of steps (`LocalSetting.num_steps`) is traced, so clients of all sizes share one program. A client of
+    size 0 runs no step. A client with ``data.work`` stops after that share of its steps, rounded to whole steps.
 
     Args:
       local_step: the step.
-      setting: epochs and batch size.
+      setting: epochs or steps, and batch size.
       start: argument of ``local_step.init``.
       data: the client's data.
       key: the client's key of this round.
@@ -367,7 +366,11 @@ def run(
       The result of ``local_step`` and the metrics.
     """
     steps_per_epoch = (data.size + setting.batch_size - 1) // setting.batch_size
-    most = None if data.work is None else setting.num_steps(data.size, data.work)
+    epochs, most = setting.epochs, None
+    if data.work is not None or setting.steps is not None:
+        most = setting.num_steps(data.size, data.work)
+    if setting.steps is not None:
+        epochs = -(-setting.num_steps(data.size) // jnp.maximum(steps_per_epoch, 1))
 
     def epoch(number: jax.Array, carry: tuple) -> tuple:
         order = _in_order(setting, data, jax.random.fold_in(key, 2 * number))
@@ -386,7 +389,7 @@ def run(
 
     zero = jnp.zeros((), jnp.int32)
     metrics = Metrics(jnp.zeros(()), zero, zero, zero - 1)
-    carry, metrics = jax.lax.fori_loop(0, setting.epochs, epoch, (local_step.init(start), metrics))
+    carry, metrics = jax.lax.fori_loop(0, epochs, epoch, (local_step.init(start), metrics))
 
     trained = local_step.result(carry)
     broken = (metrics.bad_step < 0) & ~trees.all_finite(trained)

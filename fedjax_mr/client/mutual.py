@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from fedjax_mr.client import local
+from fedjax_mr.client import local, optimizers
 from fedjax_mr.client.local import Batch, LocalSetting, LocalStep, Loss, Metrics
 from fedjax_mr.client.samples import ClientData
 
@@ -102,7 +102,8 @@ def in_step(loss: Loss, optimizer: optax.GradientTransformation) -> LocalStep:
         return (optax.apply_updates(params, Pair(*updates)), state, Pair(*optimizer_states)), value
 
     def result(carry: tuple) -> Pair:
-        params, state, _ = carry
+        params, state, optimizer_states = carry
+        params = map(optimizers.trained, params, optimizer_states)
         return Pair(*({"params": trained, **others} for trained, others in zip(params, state, strict=True)))
 
     return LocalStep(init, step, result)

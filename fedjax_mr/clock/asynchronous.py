@@ -151,7 +151,7 @@ def asynchronous(
         )
         return State(state, starts, uploads, jnp.zeros((), jnp.int32))
 
-    def select(state: State, key: jax.Array) -> Cohort:
+    def select(state: State, round: jax.Array, key: jax.Array) -> Cohort:
         return cohort_of(at(schedule.train_clients, state.version))
 
     def dispatch(state: State, cohort: Cohort, key: jax.Array) -> Payload:

@@ -72,7 +72,8 @@ def online(build: Callable[[Problem], Strategy], problem: Problem, seconds: Any,
     def clients(state: State) -> jax.Array:
         """The client of each job [M]."""
         assert inner.select is not None
-        return inner.select(state.inner, random_key(0)).ids
+        round = jnp.max(state.version)  # the newest version is that of the last round
+        return inner.select(state.inner, round, random_key(0)).ids
 
     def due(state: State) -> tuple[jax.Array, jax.Array]:
         """The model that returns next, and the seconds until then. In a tie the older job comes first."""
@@ -100,7 +101,7 @@ def online(build: Callable[[Problem], Strategy], problem: Problem, seconds: Any,
         none = jnp.zeros(in_flight)
         return State(inner.init(key), uploads, zero.astype(bool), zero, branches, none, jnp.zeros(()))
 
-    def select(state: State, key: jax.Array) -> Cohort:
+    def select(state: State, round: jax.Array, key: jax.Array) -> Cohort:
         return cohort_of(jnp.where(wave(state), clients(state), problem.num_clients), branches)
 
     def dispatch(state: State, cohort: Cohort, key: jax.Array) -> Payload:

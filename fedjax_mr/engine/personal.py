@@ -246,7 +246,7 @@ def test_client(
     """
     model, variables = problem.model, personal_variables(strategy, part, memory, data, key)
     if epochs:
-        setting = dataclasses.replace(problem.local, epochs=epochs)
+        setting = problem.local.in_epochs(epochs)
         variables, _ = local.train(model, setting, variables, data, jax.random.split(key)[1])
     held = data._replace(offset=data.offset + data.size, size=data.validation_size)
     tested = local.score(model, variables, test, batch_size=CLIENT_BATCH)

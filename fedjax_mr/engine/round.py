@@ -108,7 +108,7 @@ def plan(axis: ClientAxis, constants: RunConstants, server: State, round: jax.Ar
     """Select the cohort and assign it to slots."""
     strategy, key = constants.strategy, round_key(constants.key, SELECT, round)
     size = constants.problem.cohort_size
-    own = None if strategy.select is None else checks.cohort(strategy.select(server, key), size)
+    own = None if strategy.select is None else checks.cohort(strategy.select(server, round, key), size)
     cohort = select_uniformly(constants.problem, key) if own is None else own
     return CohortPlan(cohort, assign(axis, cohort.sizes))
 

@@ -22,6 +22,7 @@ import numpy as np
 from fedjax_mr import models, trees
 from fedjax_mr.client import local as local_training
 from fedjax_mr.client.local import LocalSetting
+from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.data.federated import Dataset, FederatedData
 from fedjax_mr.data.inputs import scale_and_shift
@@ -338,7 +339,8 @@ class Simulator:
         """See the attribute ``code``."""
         local, networks = self.problem.local, self.model.networks
         registered = self._name if self._name in STRATEGIES else None
-        parts = [strategy, hyper, local.rule, local.augment, local.gradient, local.schedule]
+        rule = OPTIMIZERS[local.rule] if isinstance(local.rule, str) else local.rule
+        parts = [strategy, hyper, rule, local.augment, local.gradient, local.schedule]
         parts += [network.module for network in networks]
         ours = registered is None or STRATEGIES.is_ours(registered)
         ours = ours and all(each is None or is_of_this_package(each) for each in parts if not isinstance(each, str))

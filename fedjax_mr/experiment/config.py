@@ -16,11 +16,13 @@ from fedjax_mr.channel.exchange import Exchange
 from fedjax_mr.channel.links import LINKS, LinkRow
 from fedjax_mr.channel.privacy import Privacy
 from fedjax_mr.channel.robust import Robust
+from fedjax_mr.client.optimizers import MOMENTUM, OPTIMIZERS
 from fedjax_mr.client.schedules import SCHEDULES
 from fedjax_mr.data import LABEL_MODES, SOURCES, partition
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, kept, manifest, settings
+from fedjax_mr.experiment.loggers import LOGGERS
 from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.precision import PRECISIONS
@@ -30,9 +32,6 @@ from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.transforms import ServerOptimizer
 
 COMMAND = "python -m fedjax_mr.main"
-LOGS = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
-"""The values of ``--log``, which are also extras of this package, and the Python package that each needs."""
-OWN_LINKS = [name for name, row in LINKS.items() if row.is_on is None]
 GROUPS = (
     "Data",
     "Partition",
@@ -191,11 +190,14 @@ class Config(
         unit="pixels", low=1, high=256, source="the usual one of CIFAR; FedMe's code: 2", needs=("augment",))
     local_epochs: int = _training(
         5, "Epochs that a client trains in each round", unit="epochs", low=1, source="KDD'24", short=True)
+    local_steps: int | None = _training(
+        None, "Steps that each client trains in a round, in place of --local_epochs, whatever its number of samples. "
+        "If omitted, epochs", unit="steps", low=1, short=True)
     batch_size: int = _training(10, "Batch size B of a local step", unit="samples", low=1, high=LARGEST_BATCH,
         short=True)
     optimizer: str = _training(
         "sgd", "Optimizer of the clients. Its state is reset in every round",
-        choices=("sgd", "adam", "adamw"), source="KDD'24", short=True)
+        names=OPTIMIZERS, source="KDD'24", short=True)
     lr: float = _training(0.05, "Learning rate of the clients", low=0, open_low=True, short=True)
     lr_schedule: str = _training(
         "constant", "Learning rate over the rounds: constant, times --lr_decay in each round (exponential) or after "
@@ -213,9 +215,10 @@ class Config(
     lr_warmup: float = _training(
         0.0, "Rounds W in which the learning rate rises from 1/W of its value. 0 disables it", unit="rounds", low=0)
     momentum: float = _training(
-        0.5, "Momentum of sgd", low=0, high=1, source="the FedMR authors' code (the paper prints 0.9)", short=True)
+        MOMENTUM, "Momentum of sgd and nesterov. Other optimizers have none", low=0, high=1,
+        source="the FedMR authors' code (the paper prints 0.9)", short=True)
     weight_decay: float = _training(
-        0.0, "Weight decay: added to the gradient (sgd, adam) or decoupled from it (adamw)",
+        0.0, "Weight decay: added to the gradient, or decoupled from it (adamw, lion, muon, prodigy)",
         low=0, source="the FedMR authors' code")
     clip_norm: float | None = _training(
         None, "Maximum L2 norm of a batch's gradient. If omitted, gradients are not clipped",
@@ -237,8 +240,7 @@ class Config(
         short=True)
 
     links: str | None = _channel(
-        None, "Links of one's own, by name, separated by commas. Those of this package have flags of their own",
-        names=OWN_LINKS)
+        None, "Links of one's own, by name, separated by commas. Those of this package have flags of their own")
 
     fleet: str | None = _clock(
         None, "Speeds of the clients' devices: all equal (uniform), lognormal, five classes, or a CSV file. The "
@@ -316,8 +318,8 @@ class Config(
         short=True)
     picture_format: str = _records("png", "Format of the pictures", choices=("png", "pdf", "svg"), at_end=True)
     log: str | None = _records(
-        None, "Also write the metrics to other programs, separated by commas. Each is an extra of this package",
-        names=LOGS, at_end=True)
+        None, "Also write the metrics to other programs, separated by commas. Those of this package are its extras",
+        names=LOGGERS, at_end=True)
     tensorboard: bool = _records(False, "Same as --log=tensorboard", at_end=True)
     progress: bool = _records(True, "Show a progress bar", per_process=True)
     allow_nonfinite: bool = _records(False, "Continue if a loss is not finite. By default the run stops at that round")

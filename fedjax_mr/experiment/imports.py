@@ -25,9 +25,11 @@ from types import ModuleType
 
 from fedjax_mr import files
 from fedjax_mr.channel import LINKS
+from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment.loggers import LOGGERS
 from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.models import MODELS
 from fedjax_mr.registry import Registry
@@ -36,7 +38,16 @@ from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
 
 GROUP = "fedjax_mr"  # of entry points
 FOLDER = "imports"  # in a run folder, with the copies
-REGISTRIES: tuple[Registry, ...] = (STRATEGIES, MODELS, SOURCES, PARTITIONS, LINKS, SERVER_OPTIMIZERS)
+REGISTRIES: tuple[Registry, ...] = (
+    STRATEGIES,
+    MODELS,
+    SOURCES,
+    PARTITIONS,
+    LINKS,
+    OPTIMIZERS,
+    SERVER_OPTIMIZERS,
+    LOGGERS,
+)
 _PINNED = re.compile(r"(.+)#([0-9a-f]{12})")
 Names = set[tuple[str, str]]  # the kind of a row and its name
 

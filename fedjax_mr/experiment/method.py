@@ -128,6 +128,7 @@ def local_setting(config: Config, dataset: Dataset) -> local.LocalSetting:
         weight_decay=config.weight_decay,
         clip_norm=config.clip_norm,
         epochs=config.local_epochs,
+        steps=config.local_steps,
         batch_size=config.batch_size,
         augment=augmentation(config, dataset),
         schedule=schedule(

@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 
 from fedjax_mr import registry
 from fedjax_mr.channel import LINKS
+from fedjax_mr.client import optimizers
+from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.data import SOURCES, Dataset, is_file
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, did_you_mean, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports, settings
-from fedjax_mr.experiment.config import LOGS, Config
+from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.loggers import LOGGERS
 from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import MODELS, Model
 from fedjax_mr.strategies import STRATEGIES
@@ -102,6 +105,8 @@ def _full_name(kind: type) -> str:
 def _rows_used(config: Config) -> imports.Names:
     """The rows of the registries that a run uses."""
     used = {(STRATEGIES.kind, config.strategy), (PARTITIONS.kind, config.partition)}
+    used |= {(OPTIMIZERS.kind, config.optimizer)}
+    used |= {(LOGGERS.kind, name) for name in config.logs}
     used |= {(MODELS.kind, name) for name in config.networks}
     used |= {(SERVER_OPTIMIZERS.kind, config.server_optimizer)} if config.server_optimizer != "none" else set()
     used |= {(LINKS.kind, name) for name, _, _ in configuration.links(config)}
@@ -161,6 +166,7 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
                 f"links={name!r} is not one of your links ({', '.join(own) or 'there are none'}): import the file that "
                 "registers it with --import; links of this package have flags of their own, such as --compress"
             )
+    optimizers.check(config.optimizer, momentum=config.momentum, weight_decay=config.weight_decay)
     _check_networks(config, user_objects)
     _check_adapters(config, user_objects)
     _check_logs(config)
@@ -261,10 +267,11 @@ def _check_clock(config: Config) -> None:
 
 def _check_logs(config: Config) -> None:
     for name in config.logs:
-        if name not in LOGS:
-            raise UserError(f"log={name!r} is not one of {', '.join(LOGS)}{did_you_mean(name, LOGS)}")
-        if importlib.util.find_spec(LOGS[name]) is None:
-            raise UserError(f"log={name!r} needs {LOGS[name]}: pip install 'fedjax-mr[{name}]'")
+        if name not in LOGGERS:
+            raise UserError(f"log={name!r} is not one of {', '.join(LOGGERS)}{did_you_mean(name, LOGGERS)}")
+        needed = getattr(LOGGERS[name], "needs", None)
+        if needed is not None and importlib.util.find_spec(needed) is None:
+            raise UserError(f"log={name!r} needs {needed}: pip install 'fedjax-mr[{name}]'")
 
 
 def _is_path(name: str) -> bool:

@@ -87,7 +87,7 @@ def devices_of(config: Config, federated: FederatedData, model: Model) -> tuple[
         )
     seed = config.seed if config.partition_seed is None else config.partition_seed
     made = fleet.make(config.fleet or "uniform", federated.num_clients, batch_size=training.batch_size, seed=seed)
-    steps = training.epochs * -(-np.asarray(federated.sizes) // training.batch_size)
+    steps = np.asarray(training.num_steps(np.asarray(federated.sizes)))
     key = jax.random.fold_in(random_key(config.seed), CLOCK)
     down, up = (trees.num_bytes(shapes(strategy, problem)) for shapes in (payload_shapes, upload_shapes))
     return Devices(made, key, steps, down, up), problem

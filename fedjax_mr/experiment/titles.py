@@ -38,8 +38,8 @@ NETWORKS = {
 }  # fmt: skip
 WITH_AVERAGING = {"momentum": "FedAvgM", "adam": "FedAdam", "yogi": "FedYogi", "adagrad": "FedAdagrad"}
 WORDS = {
-    "clients": "N = {}", "cohort": "K = {}", "rounds": "{} rounds", "local_epochs": "E = {}", "batch_size": "B = {}",
-    "lr": "learning rate {}", "label_mode": "{} labels", "seed": "seed {}",
+    "clients": "N = {}", "cohort": "K = {}", "rounds": "{} rounds", "local_epochs": "E = {}", "local_steps": "S = {}",
+    "batch_size": "B = {}", "lr": "learning rate {}", "label_mode": "{} labels", "seed": "seed {}",
 }  # fmt: skip
 
 

@@ -158,7 +158,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         drawn = jax.random.randint(jax.random.fold_in(key, 1), (problem.cohort_size,), 0, 7)
         return State(network.init(key), drawn, jnp.ones((count, 7)), jnp.ones((count, 3)))
 
-    def select(state, key):
+    def select(state, round, key):
         if hyper.selection == "rl":
             weights = rewards(state.records, state.counts)
         else:
@@ -182,7 +182,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def client_update(payload, memory, data, round, key):
         level = payload["level"]
         if hyper.selection == "rl":
-            level = largest_held(level, data.client_id, jax.random.fold_in(key, 2 * problem.local.epochs))
+            level = largest_held(level, data.client_id, jax.random.fold_in(key, 2 * problem.local.most_epochs))
         start = parts.cut(payload["model"], level)
         loss = parts.confine(local.cross_entropy(network), level)
         model, metrics = local.train(network, problem.local, start, data, key, loss=loss)

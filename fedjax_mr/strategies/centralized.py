@@ -56,7 +56,7 @@ def build(hyper: None, problem: Problem) -> Strategy:
         return {"trained": model}, memory, metrics
 
     return averaging(problem)._replace(
-        select=lambda state, key: Cohort(row, jnp.where(row == 0, jnp.sum(sizes), 0)),
+        select=lambda state, round, key: Cohort(row, jnp.where(row == 0, jnp.sum(sizes), 0)),
         client_update=client_update,
         server_update=lambda state, uploads, *_: (state._replace(model=trees.take(uploads["trained"], row[0])), {}),
         traffic=lambda *_: Traffic(),

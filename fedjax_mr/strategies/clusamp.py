@@ -148,7 +148,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         changes = trees.broadcast(trees.zeros_like(model["params"]), count)
         return State(model, changes, jnp.zeros((count, count)), by_size(problem.sizes, problem.cohort_size))
 
-    def select(state, key):
+    def select(state, round, key):
         ids = jax.random.categorical(key, jnp.log(state.distributions)).astype(jnp.int32)
         return Cohort(ids, problem.sizes[ids])
 

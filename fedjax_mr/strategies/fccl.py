@@ -26,7 +26,7 @@ from fedjax_mr.client.samples import one_client
 from fedjax_mr.models import Variables
 from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.interface import Problem, Strategy
-from fedjax_mr.strategies.parts import kept_model, nothing, own_start, public_samples
+from fedjax_mr.strategies.parts import kept_model, nothing, own_start, public_samples, require_epochs
 
 EPSILON = 1e-6  # added to variances
 
@@ -95,9 +95,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Build FCCL.
 
     Raises:
-      UserError: there are no public data.
+      UserError: there are no public data, or the clients train steps in place of epochs.
     """
     network, public = problem.model, public_samples(problem, "fccl")
+    require_epochs(problem, "fccl")
     count = public.x.shape[0]
     public = public._replace(y=jnp.zeros(count, jnp.int32))  # labels are not used
     everything = jnp.arange(count, dtype=jnp.int32)
@@ -122,8 +123,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             return correlation_loss(logits, target, batch.mask, off_diagonal=hyper.off_diagonal), state
 
         setting = dataclasses.replace(
-            problem.local,
-            epochs=choose(0, hyper.public_epochs),
+            problem.local.in_epochs(choose(0, hyper.public_epochs)),
             batch_size=min(hyper.public_batch, count),
             max_size=count,
             augment=None,
@@ -142,7 +142,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
                 losses += choose(0.0, hyper.teachers) * distilled
             return local.masked_mean(losses, batch.mask), state
 
-        setting = dataclasses.replace(problem.local, epochs=choose(hyper.private_epochs, problem.local.epochs))
+        setting = problem.local.in_epochs(choose(hyper.private_epochs, problem.local.epochs))
         model, metrics = local.train(network, setting, model, data, key, loss=learn)
         frozen = jax.tree.map(choose, model, memory.frozen)
         logits = local.outputs(network, model, public, everything)

@@ -24,7 +24,7 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import one_client
 from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.interface import Problem, Strategy
-from fedjax_mr.strategies.parts import LastModel, kept_model, nothing, own_start, public_samples, to_all
+from fedjax_mr.strategies.parts import LastModel, kept_model, nothing, own_start, public_samples, require_epochs, to_all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,16 +83,17 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Build FedMD.
 
     Raises:
-      UserError: there are no public data, or they have no labels.
+      UserError: there are no public data, or they have no labels; or the clients train steps in place of epochs.
     """
     network, public = problem.model, public_samples(problem, "fedmd", labelled=True)
+    require_epochs(problem, "fedmd")
     count = public.x.shape[0]
     subset = min(hyper.subset, count)
 
     def on_public(epochs: Any) -> local.LocalSetting:
         """Local settings for public data; the number of epochs may be traced."""
         return dataclasses.replace(
-            problem.local, epochs=epochs, batch_size=min(hyper.digest_batch, count), max_size=count, augment=None
+            problem.local.in_epochs(epochs), batch_size=min(hyper.digest_batch, count), max_size=count, augment=None
         )
 
     def draw(key):
@@ -121,7 +122,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         setting = on_public(choose(hyper.public_epochs, hyper.digest_epochs))
         model, _ = local.train(network, setting, memory.model, public_data, public_key, loss=loss)
 
-        setting = dataclasses.replace(problem.local, epochs=choose(hyper.private_epochs, problem.local.epochs))
+        setting = problem.local.in_epochs(choose(hyper.private_epochs, problem.local.epochs))
         model, metrics = local.train(network, setting, model, data, key)
         logits = local.outputs(network, model, public, payload["next_rows"])
         return {"logits": logits}, LastModel(model, jnp.ones((), bool)), metrics

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.client import local
+from fedjax_mr.client import local, optimizers
 from fedjax_mr.client.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
@@ -83,8 +83,8 @@ def with_common_ascent(
         return (optax.apply_updates(params, updates), new_state, dual, optimizer_state), value
 
     def result(carry: tuple) -> tuple[Variables, trees.Params]:
-        params, state, dual, _ = carry
-        return {"params": params, **state}, dual
+        params, state, dual, optimizer_state = carry
+        return {"params": optimizers.trained(params, optimizer_state), **state}, dual
 
     return LocalStep(init, step, result)
 

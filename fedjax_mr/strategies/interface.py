@@ -105,9 +105,9 @@ class InitMemory(Protocol):
 
 
 class Select(Protocol):
-    """Select the cohort of a round."""
+    """Select the cohort of a round (int32, counted from 0)."""
 
-    def __call__(self, state: State, key: jax.Array) -> Cohort: ...
+    def __call__(self, state: State, round: jax.Array, key: jax.Array) -> Cohort: ...
 
 
 class Dispatch(Protocol):

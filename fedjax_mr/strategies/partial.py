@@ -43,7 +43,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy, view
-from fedjax_mr.strategies.parts import to_all
+from fedjax_mr.strategies.parts import require_epochs, to_all
 
 Path = tuple[str, ...]
 """Path of a tensor in the variables of a network: its collection, the names of modules, and its own name."""
@@ -89,8 +89,9 @@ def fedrep(hyper: FedRep, problem: Problem) -> Strategy:
     """Build FedRep.
 
     Raises:
-      UserError: no epoch is left for the head.
+      UserError: no epoch is left for the head, or the clients train steps in place of epochs.
     """
+    require_epochs(problem, "fedrep")
     if problem.local.epochs <= hyper.shared_epochs:
         raise UserError(
             f"fedrep trains the head in all local epochs but the last {hyper.shared_epochs}: local_epochs= must be "
@@ -156,7 +157,7 @@ def build(stays: Callable[[Path], bool], problem: Problem, *, shared_epochs: int
     def client_update(payload, memory, data, round, key):
         start, optimizer = join(payload["part"], memory), setting.optimizer
         if shared_epochs is not None:
-            head_steps = dataclasses.replace(setting, epochs=setting.epochs - shared_epochs).num_steps(data.size)
+            head_steps = setting.in_epochs(setting.epochs - shared_epochs).num_steps(data.size)
             is_own = unflatten_dict({path[1:]: stays(path) for path in flatten_dict(start) if path[0] == "params"})
             turns = taking_turns(is_own, own_steps=head_steps)
             optimizer = optax.chain(turns, optimizer, turns)  # the second removes weight decay and momentum

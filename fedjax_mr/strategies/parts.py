@@ -183,6 +183,16 @@ def public_samples(problem: Problem, method: str, *, labelled: bool = False) -> 
     return public
 
 
+def require_epochs(problem: Problem, method: str) -> None:
+    """Refuse ``local_steps`` for a method whose algorithm counts epochs.
+
+    Raises:
+      UserError: the clients train a number of steps in place of epochs.
+    """
+    if problem.local.steps is not None:
+        raise UserError(f"{method} counts epochs: leave out local_steps=, and set local_epochs=")
+
+
 def participation(problem: Problem, cohort: Cohort) -> jax.Array:
     """The share of the N clients that upload in a round: K / N, less late clients, which have 0 samples."""
     return jnp.mean((cohort.sizes > 0).astype(jnp.float32)) * (problem.cohort_size / problem.num_clients)

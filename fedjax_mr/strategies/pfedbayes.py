@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
-from fedjax_mr.client import local
+from fedjax_mr.client import local, optimizers
 from fedjax_mr.client.local import Batch, LocalStep, Loss
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
@@ -150,7 +150,11 @@ def local_round(loss: Loss, optimizer: optax.GradientTransformation, *, strength
         p, of_p = apply_gradient(jax.grad(lambda p: strength * divergence(q, p))(p), of_p, p)
         return (q, p, state, of_q, of_p), value
 
-    return LocalStep(init, step, lambda carry: carry[:3])
+    def result(carry: tuple) -> tuple[Gaussian, Gaussian, Variables]:
+        q, p, state, of_q, of_p = carry
+        return optimizers.trained(q, of_q), optimizers.trained(p, of_p), state
+
+    return LocalStep(init, step, result)
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:

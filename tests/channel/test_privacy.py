@@ -226,13 +226,13 @@ def test_a_secret_decides_who_is_selected(federation):
     problem = problem_of(federation)
     inner = inner_strategy("fedmr", problem)
     assert inner.select is None
-    ids = lambda strategy, key: [int(each) for each in strategy.select(None, jax.random.key(key)).ids]
+    ids = lambda strategy, key: [int(each) for each in strategy.select(None, None, jax.random.key(key)).ids]
     one, two = (secretly_selected(inner, problem, np.asarray([5, word], np.uint32)) for word in (1, 2))
     assert len({str(ids(one, 0)), str(ids(one, 1)), str(ids(two, 0))}) == 3
     assert ids(one, 0) == ids(one, 0) and len(set(ids(one, 0))) == problem.cohort_size
     joined = poisson(inner, problem, 0.4)
-    hidden = secretly_selected(joined, problem, np.asarray([5, 1], np.uint32)).select(None, jax.random.key(0))
-    seen = joined.select(None, secret_key(jax.random.key(0), np.asarray([5, 1], np.uint32)))
+    hidden = secretly_selected(joined, problem, np.asarray([5, 1], np.uint32)).select(None, None, jax.random.key(0))
+    seen = joined.select(None, None, secret_key(jax.random.key(0), np.asarray([5, 1], np.uint32)))
     np.testing.assert_array_equal(hidden.ids, seen.ids)
     np.testing.assert_array_equal(hidden.sizes, seen.sizes)
 
@@ -361,7 +361,9 @@ def test_a_run_announces_the_norm_and_stores_the_next(federation):
 def test_clients_join_independently_up_to_the_slots(federation, probability, slots):
     problem = federation("linear", sizes=(9, 5, 8, 7, 6, 9, 4, 8, 7, 9, 6, 5), cohort=slots, seed=1).problem
     strategy = poisson(inner_strategy("fedavg", problem), problem, probability)
-    cohorts = jax.jit(jax.vmap(lambda key: strategy.select(None, key)))(jax.random.split(jax.random.key(0), 20_000))
+    cohorts = jax.jit(jax.vmap(lambda key: strategy.select(None, None, key)))(
+        jax.random.split(jax.random.key(0), 20_000)
+    )
     present = np.asarray(cohorts.sizes) > 0
     counts = np.bincount(present.sum(axis=1), minlength=13)
     expected = stats.binom.pmf(np.arange(13), 12, probability)

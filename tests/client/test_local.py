@@ -250,3 +250,57 @@ def test_a_rate_falls_within_a_clients_own_round_and_a_step_may_carry_numbers_of
     variables, metrics = jax.jit(trained)(data)
     assert (int(variables["count"]), int(metrics.steps)) == (4, 4)
     np.testing.assert_allclose(variables["params"]["w"], -(1 + 3 / 4 + 2 / 4 + 1 / 4))
+
+
+def batches_of(size, room, **options):
+    """The samples [B] of each step of a client of ``size`` samples in a federation whose largest has ``room``."""
+    options = {"epochs": 1, "batch_size": 4} | options
+    setting = dataclasses.replace(local.setting(**options), max_size=room)
+    samples = Samples(jnp.zeros((room, 1)), jnp.zeros(room, jnp.int32), jnp.ones(1), jnp.zeros(1))
+    data = ClientData(samples, jnp.arange(room, dtype=jnp.int32), jnp.int32(0), jnp.int32(size), jnp.int32(0))
+    rows = jnp.full((400, 4), -1, jnp.int32)
+
+    def step(carry, batch, key):
+        number, rows = carry
+        seen = jnp.where(batch.mask > 0, batch.position, -1)
+        return (number + 1, rows.at[number].set(seen)), jnp.float32(0)
+
+    def run(size):
+        sized = data._replace(size=size)
+        start = (jnp.int32(0), rows)
+        same = lambda carry: carry
+        return local.run(local.LocalStep(same, step, same), setting, start, sized, jax.random.key(0))
+
+    (number, rows), metrics = jax.jit(run)(jnp.int32(size))
+    return np.asarray(rows)[: int(number)], metrics, int(setting.num_steps(np.int32(size)))
+
+
+@pytest.mark.parametrize(("size", "images"), [(0, 0), (3, 30), (300, 40)])
+def test_every_client_does_the_same_number_of_steps(size, images):
+    """10 steps of 4: a client of 3 samples begins 10 epochs, one of 300 samples sees 40 of them once."""
+    rows, metrics, counted = batches_of(size, 300, steps=10)
+    assert len(rows) == int(metrics.steps) == counted == (10 if size else 0)
+    assert int(metrics.images) == np.sum(rows >= 0) == images
+    if size == 3:
+        assert all(sorted(row) == [-1, 0, 1, 2] for row in rows) and len({tuple(row) for row in rows}) > 1
+    if size == 300:
+        assert len(set(rows.ravel())) == 40
+
+
+@pytest.mark.parametrize("size", [3, 8, 10])
+def test_steps_of_whole_epochs_are_those_epochs(size):
+    """S = E ceil(n / B): the same batches with the same keys. With fewer steps, the first ones of them."""
+    in_epochs, metrics, steps = batches_of(size, 12, epochs=3)
+    in_steps, same, _ = batches_of(size, 12, steps=steps)
+    np.testing.assert_array_equal(in_epochs, in_steps)
+    assert (int(same.images), int(same.steps)) == (int(metrics.images), int(metrics.steps))
+    fewer, _, _ = batches_of(size, 12, steps=steps - 2)
+    np.testing.assert_array_equal(fewer, in_steps[:-2])
+
+
+def test_a_late_client_does_its_share_of_the_steps():
+    setting = local.setting(steps=10, batch_size=4)
+    sizes = np.int32([3, 300, 0])
+    np.testing.assert_array_equal(setting.num_steps(sizes), [10, 10, 0])
+    np.testing.assert_array_equal(setting.num_steps(jnp.asarray(sizes), jnp.float32([0.5, 0.26, 1])), [5, 3, 0])
+    assert setting.in_epochs(2).num_steps(np.int32(5)) == 4

@@ -330,7 +330,7 @@ def test_with_online_choice_the_model_that_is_due_first_returns_and_starts_a_new
         dispatch=lambda state, cohort, key: {"model": jnp.zeros((3, 5))},
         client_update=lambda payload, memory, data, round, key: (payload, memory, None),
         server_update=lambda state, uploads, cohort, round, key: (state, {"of": cohort.ids[0]}),
-        select=lambda state, key: Cohort(ids, ids),
+        select=lambda state, round, key: Cohort(ids, ids),
         stale="branches",
     )
     problem = testing.constants("linear", cohort=3).problem

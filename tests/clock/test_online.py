@@ -14,7 +14,7 @@ from fedjax_mr.testing.federations import constants
 def test_the_upload_that_is_due_first_arrives_and_of_two_the_older_job():
     """Client 0 needs 2 s for each job and client 1 needs 3 s. At 6 s both return; the job of client 1 began first."""
     problem = constants("linear", sizes=(1, 3), cohort=2).problem
-    returned = []
+    returned, rounds = [], []
 
     def build(problem):
         def server_update(state, uploads, cohort, round, key):
@@ -22,9 +22,12 @@ def test_the_upload_that_is_due_first_arrives_and_of_two_the_older_job():
             return state, {}
 
         selected = Cohort(jnp.arange(2, dtype=jnp.int32), jnp.asarray([1, 3], jnp.int32))
-        return averaging(problem)._replace(
-            server_update=server_update, select=lambda state, key: selected, stale="branches"
-        )
+
+        def select(state, round, key):
+            rounds.append(int(round))
+            return selected
+
+        return averaging(problem)._replace(server_update=server_update, select=select, stale="branches")
 
     keys = jax.random.split(jax.random.key(0), 7)
     seconds = np.tile(np.float32([2, 3]), (8, 1))
@@ -32,6 +35,8 @@ def test_the_upload_that_is_due_first_arrives_and_of_two_the_older_job():
     state, arrivals = strategy.init(jax.random.key(0)), []
     for round in range(6):
         state, info = strategy.server_update(state, {}, None, round, jax.random.key(0))
+        assert set(rounds) == {round}
+        rounds.clear()
         arrivals.append((float(info["clock"]), int(returned[-1].ids[0]), int(returned[-1].sizes[0])))
     assert arrivals == [(2, 0, 1), (3, 1, 3), (4, 0, 1), (6, 1, 3), (6, 0, 1), (8, 0, 1)]
     assert state.job.tolist() == [7, 5]

@@ -42,7 +42,7 @@ def strategy(**faults):
             return lambda *args: faults[name](function(*args)) if name in faults else function(*args)
 
         own = {name: faulty(name, function) for name, function in members()}
-        select = {"select": lambda state, key: faults["select"](problem)} if "select" in faults else {}
+        select = {"select": lambda state, round, key: faults["select"](problem)} if "select" in faults else {}
         return average._replace(**own, **select, models=None)
 
     return build

@@ -116,12 +116,16 @@ def by_numbers(problem, *, diverging=()):
             "seen": round
         }
 
+    def select(state, round, key):
+        chosen = ids + round - 5  # those of `COHORT` in round 5
+        return Cohort(chosen, problem.sizes[chosen])
+
     zeros = {name: jnp.zeros(4, jnp.int32) for name in ("sent", "client", "size", "round", "ids")}
     words = {name: jnp.zeros(4, jnp.uint32) for name in ("key", "dispatched")}
     start = {**zeros, **words, "now": jnp.int32(0), "word": jnp.uint32(0)}
     return Strategy(
         init=lambda key: {**start, "select": word(key)},
-        select=lambda state, key: Cohort(ids, problem.sizes[ids]),
+        select=select,
         dispatch=lambda state, cohort, key: {
             "sent": 10 * cohort.ids + jnp.arange(4),
             "word": jnp.broadcast_to(word(key), 4),

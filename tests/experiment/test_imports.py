@@ -144,7 +144,7 @@ BAD = {
     "error": ("import math\n\nmath.sqroot(2)", "bad.py, line 3: AttributeError: module 'math' has no"),
     "missing": ("\nimport no_such_module", "bad.py, line 2: ModuleNotFoundError: No module named 'no_such_module'"),
     "leaves": ("raise SystemExit(3)", "bad.py, line 1: SystemExit: 3"),
-    "nothing": ("x = 1", "bad.py registers nothing: no new name in fmr.STRATEGIES, fmr.MODELS, fmr.SOURCES or fmr.P"),
+    "nothing": ("x = 1", "bad.py registers nothing: no new name in fmr.STRATEGIES, fmr.MODELS, fmr.SOURCES, fmr.P"),
     "ours": (METHOD.replace('"further"', '"fedavg"'), "bad.py, line 14: the strategy 'fedavg' already exists"),
     "twice": (METHOD + METHOD, "bad.py, line 28: the strategy 'further' already exists: choose another name"),
     "quietly": (METHOD + 'fmr.STRATEGIES.update(fedmr=fmr.STRATEGIES["further"])', "changes the strategy 'fedmr'"),

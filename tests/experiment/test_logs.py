@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fedjax_mr import main
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import logs, resolve
+from fedjax_mr.experiment import imports, loggers, logs, resolve
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows
 
@@ -43,7 +44,7 @@ def begun(config=None):
     [
         (
             ["--log=tensorbord"],
-            "log='tensorbord' is not one of tensorboard, wandb, mlflow; did you mean 'tensorboard'?",
+            "log='tensorbord' is not one of tensorboard, wandb, mlflow, trackio; did you mean 'tensorboard'?",
         ),
         (["--log=mlflow,"], "log='' is not one of"),
         (["--log=wandb"], "log='wandb' needs nothing_of_this_name: pip install 'fedjax-mr[wandb]'"),
@@ -51,7 +52,8 @@ def begun(config=None):
     ],
 )
 def test_refused_before_anything_is_read(monkeypatch, flags, part):
-    monkeypatch.setattr(resolve, "LOGS", {"tensorboard": "json", "wandb": "nothing_of_this_name", "mlflow": "json"})
+    monkeypatch.setattr(loggers.WeightsAndBiases, "needs", "nothing_of_this_name")
+    monkeypatch.setattr(loggers.MLflow, "needs", "json")
     with pytest.raises(UserError) as caught:
         resolve.resolve(configuration.parse(flags))
     assert part in str(caught.value) and "\n" not in str(caught.value)
@@ -60,7 +62,6 @@ def test_refused_before_anything_is_read(monkeypatch, flags, part):
 def test_tensorboard_has_a_flag_of_its_own():
     assert Config(tensorboard=True, log="wandb,tensorboard").logs == ["wandb", "tensorboard"]
     assert Config(tensorboard=True).logs == ["tensorboard"]
-    assert set(configuration.LOGS) == set(logs.LOGS)
     without = configuration.digest(Config())
     assert configuration.digest(Config(log="mlflow")) == without  # a run may be resumed with another one
 
@@ -71,9 +72,9 @@ def test_tensorboard_has_a_flag_of_its_own():
 class Kept:
     """A log that remembers."""
 
-    def __init__(self, settings, folder, id, done):
-        self.id, self.rounds, self.ended = id or "new", [], None
-        self.begun = (id, done)
+    def __init__(self, run):
+        self.id, self.rounds, self.ended = run.id or "new", [], None
+        self.begun = (run.id, run.done)
         self.all.append(self)
 
     def write(self, row):
@@ -88,7 +89,7 @@ def kept(monkeypatch):
     """Two logs, of which the second is called broken; return all that were opened."""
     opened = []
     kinds = {name: type(name, (Kept,), {"all": opened}) for name in ("kept", "broken")}
-    monkeypatch.setattr(logs, "LOGS", kinds)
+    monkeypatch.setattr(logs, "LOGGERS", kinds)
     return opened
 
 
@@ -122,7 +123,7 @@ def test_one_that_fails_is_told_once_and_left(kept, monkeypatch, capsys, when):
     def fail(self, *arguments):
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setattr(logs.LOGS["broken"], when, fail)
+    monkeypatch.setattr(logs.LOGGERS["broken"], when, fail)
     one = logs.Logs()
     one.open(["broken", "kept"], {}, begun())
     one.write(row(5))
@@ -137,7 +138,7 @@ def test_one_that_cannot_begin(kept, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("No API key\nconfigured")
 
-    monkeypatch.setitem(logs.LOGS, "broken", fail)
+    monkeypatch.setitem(logs.LOGGERS, "broken", fail)
     one = logs.Logs()
     with pytest.raises(UserError, match=r"^--log=broken cannot begin: No API key configured$"):
         one.open(["kept", "broken"], {}, begun())
@@ -167,7 +168,7 @@ def events(folder):
 
 def test_tensorboard_event_files():
     pytest.importorskip("tensorboardX")
-    board = logs.TensorBoard({}, Path("a"), None, 0)
+    board = loggers.TensorBoard(loggers.LoggedRun(Path("a"), {}))
     board.write(row(5, loss=math.nan, extra=2))
     board.write(row(10))
     board.close("finished", {})
@@ -175,6 +176,80 @@ def test_tensorboard_event_files():
     assert found["accuracy", 5] == pytest.approx(0.05) and found["extra", 5] == 2.0
     assert ("loss", 5) not in found and found["loss", 10] == pytest.approx(0.5)
     assert not any(tag == "round" for tag, _ in found)
+
+
+# --- trackio, and a user's own ----------------------------------------------------------------------------------------
+
+
+class FakeTrackio:
+    """What `loggers.Trackio` calls, with the names and arguments of trackio 0.43."""
+
+    def __init__(self):
+        self.calls = []
+
+    def init(self, project, name=None, *, config=None, resume="never", embed=True):
+        self.calls.append(("init", project, name, resume, embed, config))
+        self.name = name
+        return self
+
+    def log(self, metrics, step=None):
+        self.calls.append(("log", metrics["accuracy"], step, "round" in metrics))
+
+    def finish(self):
+        self.calls.append(("finish",))
+
+
+def test_trackio_continues_the_run_of_its_name(monkeypatch):
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    folder = begun()
+    for number in (5, 10):
+        one = logs.Logs()
+        one.open(["trackio"], {"lr": 0.1}, folder)
+        folder.append(row(number))
+        one.write(folder.rows()[-1])
+        one.close()
+    begin = lambda resume: ("init", "fedjax_mr", "a", resume, False, {"lr": 0.1})
+    assert fake.calls == [
+        begin("never"), ("log", 0.05, 5, False), ("finish",), begin("allow"), ("log", 0.1, 10, False), ("finish",)
+    ]  # fmt: skip
+
+
+OWN = """
+import fedjax_mr as fmr
+
+class Lines:
+    def __init__(self, run):
+        self.file = open(run.folder / "lines.txt", "a")
+        self.file.write(f"{run.settings['strategy']} after {run.done} rounds\\n")
+
+    def write(self, row):
+        self.file.write(f"{row['round']} {row['accuracy'] > 0}\\n")
+
+    def close(self, state, summary):
+        self.file.write(f"{state} {sorted(summary)[0]}\\n")
+        self.file.close()
+
+fmr.LOGGERS["lines"] = Lines
+"""
+
+
+def test_a_logger_of_a_user(monkeypatch):
+    monkeypatch.setattr(imports, "_IMPORTED", {})
+    Path("my_logger.py").write_text(OWN)
+    flags = [*FLAGS, "--import=my_logger.py", "--strategy=fedavg"]
+    try:
+        assert main.main([*flags, "--log=lines"]) == 0
+        # A finished run can be written anew to another logger.
+        assert Path("my_run/lines.txt").read_text().splitlines() == [
+            "fedavg after 0 rounds", "2 True", "4 True", "6 True", "finished accuracy_best"
+        ]  # fmt: skip
+        assert json.loads(Path("my_run/logs.json").read_text()) == {"lines": "lines"}
+    finally:
+        dict.pop(loggers.LOGGERS, "lines", None)
+    Path("wrong.py").write_text("import fedjax_mr as fmr\nfmr.LOGGERS['three'] = 3\n")
+    with pytest.raises(UserError, match=r"fmr\.LOGGERS\['three'\] takes a function open\(run\)"):
+        imports.load(["wrong.py"])
 
 
 # --- For real --------------------------------------------------------------------------------------------------------
@@ -200,8 +275,9 @@ def python(*arguments, **environment):
 
 def stopped_and_resumed(name, end="os._exit(9)", **environment):
     """Run up to round 4, where the process dies before its checkpoint; go on to the end."""
-    if importlib.util.find_spec(configuration.LOGS[name]) is None:
-        pytest.skip(f"{configuration.LOGS[name]} is not installed (the extra '{name}')")
+    needed = loggers.LOGGERS[name].needs
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed (the extra '{name}')")
     flags = [*FLAGS, f"--log={name}"]
     assert python("-c", STOP.format(end=end), *flags, **environment).returncode == 9
     done = python("-m", "fedjax_mr.main", *flags, "--resume", **environment)
@@ -273,6 +349,23 @@ def wandb_records(path):
         if kind in (1, 4):  # whole, or the last part
             yield Record.FromString(whole)
             whole = b""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_for_real():
+    """Stopped, not killed: a thread of it writes the rows, and loses the last ones if the process is killed."""
+    rows, id = stopped_and_resumed("trackio", "sys.exit(9)", TRACKIO_DIR="store", HF_HUB_OFFLINE="1")
+    script = """
+import json, sys, trackio
+run = trackio.Api().runs("fedjax_mr")[0]
+print(json.dumps([run.name, [each for each in run.history()]], default=str))
+"""
+    read = python("-c", script, TRACKIO_DIR="store", HF_HUB_OFFLINE="1")
+    name, history = json.loads(read.stdout.splitlines()[-1])
+    assert name == id == "my_run"
+    written = {each["step"]: each["accuracy"] for each in history}
+    assert written == {row["round"]: pytest.approx(row["accuracy"], rel=1e-6) for row in rows}
 
 
 @pytest.mark.slow

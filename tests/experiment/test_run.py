@@ -27,7 +27,7 @@ from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.sources import digits
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import experiment, logs
+from fedjax_mr.experiment import experiment, loggers
 from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
@@ -454,8 +454,7 @@ def test_a_log_that_cannot_begin_leaves_nothing(monkeypatch):
     def fail(*arguments):
         raise ConnectionError("no route to host")
 
-    monkeypatch.setitem(configuration.LOGS, "tensorboard", "json")
-    monkeypatch.setitem(logs.LOGS, "tensorboard", fail)
+    monkeypatch.setitem(loggers.LOGGERS, "tensorboard", fail)
     with pytest.raises(UserError, match=r"^--log=tensorboard cannot begin: no route to host$"):
         fmr.run(fmr.Config(**SMALL, run_dir="a/b", log="tensorboard"))
     with pytest.raises(UserError, match="on_row is 3, but must be a function of one row"):

@@ -226,7 +226,7 @@ def test_in_synchronous_rounds_the_chains_return_one_after_the_other():
     for round in range(5):
         noisy = lambda leaf: leaf + random.normal(size=leaf.shape).astype(leaf.dtype)
         uploads = [jax.tree.map(noisy, state.model) for _ in range(M)]
-        cohort = strategy.select(state, None)
+        cohort = strategy.select(state, 0, None)
         assert np.asarray(cohort.ids).tolist() == server.clients
         stacked = {"model": jax.tree.map(lambda *leaves: jnp.stack(leaves), *uploads)}
         state, _ = strategy.server_update(state, stacked, cohort, round, None)
@@ -309,7 +309,7 @@ def after_a_return(federation, *, step, length, rank=0.25, seed=0):
         cosines=np.pad([0.5, 0.9], (0, cabafl.MOST_RANKED - 2)).astype(np.float32), returns=np.int32(2),
         version=np.int32(6),
     )  # fmt: skip
-    cohort = strategy.select(start, None)
+    cohort = strategy.select(start, 0, None)
     assert np.asarray(cohort.ids).tolist() == [0, 1]
     cohort = Cohort(np.array([0]), np.array([4]), branches=jnp.array([0]))
     state, _ = strategy.server_update(start, {"model": {"w": jnp.array([10.0])}}, cohort, 8, None)

@@ -133,7 +133,7 @@ def test_a_place_sends_its_slice_to_a_client_with_a_good_record_of_its_size(six)
     records = jnp.ones((6, 7)).at[:, 6].set(0.0).at[4].set(jnp.array([0.0] * 6 + [9.0]))
     model = {"w": jnp.ones(())}
     state = adaptivefl.State(model, jnp.array([6, 0, 0]), records, jnp.ones((6, 3)))
-    select = jax.jit(lambda state, key: strategy.select(state, key).ids)
+    select = jax.jit(lambda state, key: strategy.select(state, 0, key).ids)
     ids = np.array([select(state, jax.random.key(seed)) for seed in range(20)])
     assert np.all(ids[:, 0] == 4) and set(ids[:, 1:].ravel().tolist()) == {0, 1, 2, 3, 5}
     often = state._replace(counts=state.counts.at[1:].set(1e6), drawn=jnp.array([0, 6, 6]))
@@ -226,7 +226,7 @@ def test_available_clients_are_those_of_a_class_that_holds_the_slice(federation)
     strategy = adaptivefl.build(Hyper(selection="available", weak_share=0.5, medium_share=0.17), problem)
     state = strategy.init(jax.random.key(0))._replace(drawn=jnp.array([6, 3, 0], jnp.int32))
     keys = jax.random.split(jax.random.key(1), 400)
-    ids = np.asarray(jax.jit(jax.vmap(lambda key: strategy.select(state, key).ids))(keys))
+    ids = np.asarray(jax.jit(jax.vmap(lambda key: strategy.select(state, 0, key).ids))(keys))
     result = [set(column.tolist()) for column in ids.T]
     assert result == [{4, 5}, {3, 4, 5}, set(range(6))]
 

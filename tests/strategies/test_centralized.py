@@ -74,7 +74,7 @@ def test_samples_on_the_host_are_refused_before_a_folder_exists(tmp_path, monkey
 
 def test_the_first_row_trains_on_the_samples_of_all_clients_and_its_model_is_the_servers(tiny, monkeypatch):
     strategy = centralized.build(None, tiny.problem((1, 3, 2), validation_sizes=jnp.array([0, 1, 0])))
-    cohort = strategy.select(None, None)
+    cohort = strategy.select(None, None, None)
     assert (cohort.ids.tolist(), cohort.sizes.tolist()) == ([0, 1], [6, 0])
 
     def train(model, setting, variables, data, key):

@@ -198,7 +198,7 @@ def test_draws_follow_the_distributions(federation):
     strategy = clusamp.build(Hyper(), problem)
     state = jax.jit(strategy.init)(jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), 4000)
-    cohorts = jax.jit(jax.vmap(lambda key: strategy.select(state, key)))(keys)
+    cohorts = jax.jit(jax.vmap(lambda key: strategy.select(state, 0, key)))(keys)
     shares = np.stack([np.bincount(row, minlength=6) for row in np.asarray(cohorts.ids).T]) / 4000
     np.testing.assert_allclose(shares, state.distributions, atol=0.03)
     np.testing.assert_array_equal(cohorts.sizes, np.asarray(problem.sizes)[np.asarray(cohorts.ids)])
@@ -267,5 +267,5 @@ def test_the_order_within_a_group_is_random_and_that_of_the_rounds_key(tiny):
 def test_each_draw_has_a_distribution_of_its_own(tiny):
     strategy = clusamp.build(Hyper(), tiny.problem((3, 1, 2, 2)))
     state = state_of(tiny, changes=np.zeros((4, 2)))._replace(distributions=jnp.array([[0.0, 0, 1, 0], [0, 1.0, 0, 0]]))
-    cohort = strategy.select(state, jax.random.key(0))
+    cohort = strategy.select(state, 0, jax.random.key(0))
     assert (cohort.ids.tolist(), cohort.sizes.tolist()) == ([2, 1], [2, 1])

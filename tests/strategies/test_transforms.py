@@ -306,7 +306,7 @@ def test_every_other_member_sees_the_inner_state():
         server_update=lambda state, uploads, cohort, round, key: (Counter({"params": jnp.zeros(3)}), {}),
         global_model=lambda state: state.model,
         individual_models=lambda state: state.model,
-        select=lambda state, key: state.model,
+        select=lambda state, round, key: state.model,
         init_memory=lambda key, client_id: "memory",
         between_rounds=lambda state, round, key, client: (
             Counter({"params": state.model["params"] + round}),
@@ -320,7 +320,7 @@ def test_every_other_member_sees_the_inner_state():
     state = wrapped.init(key)
     model = state.inner.model
     assert wrapped.dispatch(state, None, key)["model"] is model
-    assert wrapped.select(state, key) is model
+    assert wrapped.select(state, 0, key) is model
     assert wrapped.global_model(state) is model and wrapped.individual_models(state) is model
     assert wrapped.personal_model(state, "own", None, key) == (model, "own")
     parted = server_optimizer(inner._replace(personal_part=lambda state, client: (state, client)), optax.sgd(1.0))
