@@ -130,10 +130,11 @@ def check(hyper: Any, owner: str = "hyper.") -> None:
         own, value = info(each), getattr(hyper, each.name)
         if own is None:
             continue
+        name = f"{owner}{own.argument or each.name}"
         if own.choices and isinstance(value, str) and value not in own.choices:
-            raise unknown_name(f"{owner}{each.name}", value, own.choices)
+            raise unknown_name(name, value, own.choices)
         if isinstance(value, int | float | np.number) and not own.allows(float(value)):
-            raise UserError(f"{owner}{each.name}={value} is out of range (allowed: {own.allowed()})")
+            raise UserError(f"{name}={value} is out of range (allowed: {own.allowed()})")
 
 
 # --- numbers as arguments of compiled programs ------------------------------------------------------------------------

@@ -7,16 +7,17 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from fedjax_mr import trees
 from fedjax_mr.client import optimizers
 from fedjax_mr.client.optimizers import OPTIMIZERS, make_optimizer
 from fedjax_mr.client.samples import Array, ClientData, Samples, gather, validation
+from fedjax_mr.client.training import Training
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
 from fedjax_mr.models.base import Model, Variables
+from fedjax_mr.settings import check
 
 
 class Batch(NamedTuple):
@@ -171,15 +172,15 @@ class LocalSetting:
 
 
 def setting(
-    optimizer: str = "sgd",
+    optimizer: str = Training.optimizer,
     *,
-    lr: float = 0.05,
-    momentum: float = optimizers.MOMENTUM,
-    weight_decay: float = 0.0,
-    clip_norm: float | None = None,
-    epochs: int = 5,
-    steps: int | None = None,
-    batch_size: int = 10,
+    lr: float = Training.lr,
+    momentum: float = Training.momentum,
+    weight_decay: float = Training.weight_decay,
+    clip_norm: float | None = Training.clip_norm,
+    epochs: int = Training.local_epochs,
+    steps: int | None = Training.local_steps,
+    batch_size: int = Training.batch_size,
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     schedule: Callable[[jax.Array], jax.Array] | None = None,
 ) -> LocalSetting:
@@ -205,18 +206,8 @@ def setting(
     Raises:
       UserError: the optimizer is unknown, a number is out of range, or the optimizer does not have it.
     """
-    for name, count in {"epochs": epochs, "batch_size": batch_size, "steps": 1 if steps is None else steps}.items():
-        if not isinstance(count, int | np.integer) or count < 1:
-            raise UserError(f"{name}={count} must be a whole number of at least 1")
-    numbers = {
-        "lr": (lr, lr > 0, "above 0"),
-        "momentum": (momentum, (momentum >= 0) & (momentum <= 1), "from 0 to 1"),
-        "weight_decay": (weight_decay, weight_decay >= 0, "at least 0"),
-        "clip_norm": (clip_norm, clip_norm is None or clip_norm > 0, "above 0"),
-    }
-    for name, (value, allowed, limits) in numbers.items():
-        if not allowed:
-            raise UserError(f"{name}={value} must be {limits}")
+    names = {"local_epochs": epochs, "local_steps": steps, "batch_size": batch_size, "lr": lr, "momentum": momentum}
+    check(Training(**names, weight_decay=weight_decay, clip_norm=clip_norm), "")
     optimizers.check(optimizer, momentum=momentum, weight_decay=weight_decay)
     if schedule is not None and not isinstance(schedule, jax.tree_util.Partial):  # a pytree whose leaves are numbers
         schedule = jax.tree_util.Partial(schedule)

@@ -16,8 +16,7 @@ from fedjax_mr.channel.exchange import Exchange
 from fedjax_mr.channel.links import LINKS, LinkRow
 from fedjax_mr.channel.privacy import Privacy
 from fedjax_mr.channel.robust import Robust
-from fedjax_mr.client.optimizers import MOMENTUM, OPTIMIZERS
-from fedjax_mr.client.schedules import SCHEDULES
+from fedjax_mr.client.training import Training
 from fedjax_mr.data import LABEL_MODES, SOURCES, partition
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
@@ -27,7 +26,7 @@ from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.precision import PRECISIONS
 from fedjax_mr.registry import USER_OBJECTS, is_supplied
-from fedjax_mr.settings import LARGEST_BATCH, LARGEST_INT32, field
+from fedjax_mr.settings import LARGEST_INT32, field
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.transforms import ServerOptimizer
 
@@ -54,6 +53,7 @@ _records = functools.partial(_evaluation, affects_results=False)
 
 @dataclasses.dataclass(frozen=True)
 class Config(
+    Training,
     partition.DirichletSize,
     partition.Shards,
     partition.Classes,
@@ -188,41 +188,6 @@ class Config(
     augment_pad: int = _training(
         4, "crop_flip: width of the black border from which the crop is taken",
         unit="pixels", low=1, high=256, source="the usual one of CIFAR; FedMe's code: 2", needs=("augment",))
-    local_epochs: int = _training(
-        5, "Epochs that a client trains in each round", unit="epochs", low=1, source="KDD'24", short=True)
-    local_steps: int | None = _training(
-        None, "Steps that each client trains in a round, in place of --local_epochs, whatever its number of samples. "
-        "If omitted, epochs", unit="steps", low=1, short=True)
-    batch_size: int = _training(10, "Batch size B of a local step", unit="samples", low=1, high=LARGEST_BATCH,
-        short=True)
-    optimizer: str = _training(
-        "sgd", "Optimizer of the clients. Its state is reset in every round",
-        names=OPTIMIZERS, source="KDD'24", short=True)
-    lr: float = _training(0.05, "Learning rate of the clients", low=0, open_low=True, short=True)
-    lr_schedule: str = _training(
-        "constant", "Learning rate over the rounds: constant, times --lr_decay in each round (exponential) or after "
-        "every --lr_every rounds (step), or half a cosine that ends at 0 after --lr_over rounds (cosine)",
-        choices=tuple(SCHEDULES))
-    lr_decay: float = _training(
-        0.998, "Factor of the learning rate, see --lr_schedule", low=0, high=1, open_low=True,
-        source="the codes of FedExP and FedDC", needs=("lr_schedule", "exponential", "step"))
-    lr_every: float = _training(
-        100.0, "step: rounds after which the learning rate falls", unit="rounds", low=1,
-        needs=("lr_schedule", "step"))
-    lr_over: float | None = _training(
-        None, "cosine: rounds after which the learning rate is 0. If omitted, --rounds", unit="rounds", low=1,
-        needs=("lr_schedule", "cosine"))
-    lr_warmup: float = _training(
-        0.0, "Rounds W in which the learning rate rises from 1/W of its value. 0 disables it", unit="rounds", low=0)
-    momentum: float = _training(
-        MOMENTUM, "Momentum of sgd and nesterov. Other optimizers have none", low=0, high=1,
-        source="the FedMR authors' code (the paper prints 0.9)", short=True)
-    weight_decay: float = _training(
-        0.0, "Weight decay: added to the gradient, or decoupled from it (adamw, lion, muon, prodigy)",
-        low=0, source="the FedMR authors' code")
-    clip_norm: float | None = _training(
-        None, "Maximum L2 norm of a batch's gradient. If omitted, gradients are not clipped",
-        low=0, open_low=True, source="the FedMR authors' code", short=True)
     precision: str = _training(
         "float32", "Number type of the forward and backward passes in the clients' training. Variables, losses, "
         "optimizers, the server and tests use float32",
