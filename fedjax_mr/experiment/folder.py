@@ -561,8 +561,8 @@ def _to_resume(config: Config) -> Path:
         remedy = ""
         if config.lr != saved.lr:
             remedy = (
-                ". A learning rate that changes during a run is a part of it: use --lr_schedule, or start a new run from "
-                "these weights (python -m fedjax_mr.export, then --pretrained)"
+                ". A learning rate that changes during a run is a part of it: use --lr_schedule, or start a new run "
+                "from these weights (python -m fedjax_mr.export, then --pretrained)"
             )
         raise UserError(f"cannot resume {path}, which was trained with other settings: {'; '.join(different)}{remedy}")
     return path

@@ -565,8 +565,8 @@ def test_bad_resumes_are_one_line(straight, capsys):
         (config, "a is not empty: --resume continues the run in it, --overwrite replaces it"),
         (
             [*config, "--resume", "--lr=0.1", "--rounds=9"],
-            "which was trained with other settings: lr: 0.1 (saved 0.05). A learning rate that changes during a run is a "
-            "part of it: use --lr_schedule, or start a new run from these weights (python -m fedjax_mr.export, then "
+            "which was trained with other settings: lr: 0.1 (saved 0.05). A learning rate that changes during a run is "
+            "a part of it: use --lr_schedule, or start a new run from these weights (python -m fedjax_mr.export, then "
             "--pretrained)\n",
         ),
         (
