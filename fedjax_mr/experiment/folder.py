@@ -558,7 +558,13 @@ def _to_resume(config: Config) -> Path:
         )
     different = configuration.differences(dataclasses.replace(config, rounds=saved.rounds), saved)
     if different:
-        raise UserError(f"cannot resume {path}, which was trained with other settings: {'; '.join(different)}")
+        remedy = ""
+        if config.lr != saved.lr:
+            remedy = (
+                ". A learning rate that changes during a run is a part of it: use --lr_schedule, or start a new run "
+                "from these weights (python -m fedjax_mr.export, then --pretrained)"
+            )
+        raise UserError(f"cannot resume {path}, which was trained with other settings: {'; '.join(different)}{remedy}")
     return path
 
 

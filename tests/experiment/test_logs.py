@@ -358,8 +358,9 @@ def test_trackio_for_real():
     rows, id = stopped_and_resumed("trackio", "sys.exit(9)", TRACKIO_DIR="store", HF_HUB_OFFLINE="1")
     script = """
 import json, sys, trackio
-run = trackio.Api().runs("fedjax_mr")[0]
-print(json.dumps([run.name, [each for each in run.history()]], default=str))
+from trackio.sqlite_storage import SQLiteStorage
+(name,) = SQLiteStorage.get_runs("fedjax_mr")
+print(json.dumps([name, SQLiteStorage.get_logs("fedjax_mr", name)], default=str))
 """
     read = python("-c", script, TRACKIO_DIR="store", HF_HUB_OFFLINE="1")
     name, history = json.loads(read.stdout.splitlines()[-1])

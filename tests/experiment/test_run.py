@@ -565,7 +565,13 @@ def test_bad_resumes_are_one_line(straight, capsys):
         (config, "a is not empty: --resume continues the run in it, --overwrite replaces it"),
         (
             [*config, "--resume", "--lr=0.1", "--rounds=9"],
-            "which was trained with other settings: lr: 0.1 (saved 0.05)\n",
+            "which was trained with other settings: lr: 0.1 (saved 0.05). A learning rate that changes during a run is "
+            "a part of it: use --lr_schedule, or start a new run from these weights (python -m fedjax_mr.export, then "
+            "--pretrained)\n",
+        ),
+        (
+            [*config, "--resume", "--batch_size=3"],
+            "which was trained with other settings: batch_size: 3 (saved 10)\n",
         ),
     ):
         capsys.readouterr()
