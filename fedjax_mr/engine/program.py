@@ -13,6 +13,7 @@ from platform import machine
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from fedjax_mr.engine.devices import refuse_settings
 from fedjax_mr.errors import UserError
@@ -208,7 +209,8 @@ def _program(owner: Any, name: str, kind: Hashable, donate: tuple[int, ...], out
 
 
 def _described(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+    placed = isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
+    sharding = leaf.sharding if placed and getattr(leaf, "committed", True) else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

@@ -202,7 +202,8 @@ def _settings_of(owner: type, prefix: str) -> tuple[Setting, ...]:
         kind = typing.get_args(hint)[0] if repeated else hint
         flag = prefix + (declared.flag or each.name)
         settings.append(Setting(flag, each.name, kind, optional, repeated, each.default, declared))
-    return tuple(settings)
+    groups = list(dict.fromkeys(setting.info.group for setting in settings))
+    return tuple(sorted(settings, key=lambda setting: groups.index(setting.info.group)))
 
 
 def values_of(instance: Any, prefix: str = "") -> Iterator[tuple[Setting, Any]]:
