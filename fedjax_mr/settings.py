@@ -124,8 +124,9 @@ def check(hyper: Any, owner: str = "hyper.") -> None:
     """Check the values of a dataclass of hyper-parameters, or of another ``owner`` in messages.
 
     Raises:
-      UserError: a name is not one of the choices, or a number is not in its range.
+      UserError: a name is not one of the choices, a number is not in its range, or it is no whole number.
     """
+    hints = typing.get_type_hints(type(hyper)) if dataclasses.is_dataclass(hyper) else {}
     for each in dataclasses.fields(hyper) if dataclasses.is_dataclass(hyper) else ():
         own, value = info(each), getattr(hyper, each.name)
         if own is None:
@@ -133,6 +134,8 @@ def check(hyper: Any, owner: str = "hyper.") -> None:
         name = f"{owner}{own.argument or each.name}"
         if own.choices and isinstance(value, str) and value not in own.choices:
             raise unknown_name(name, value, own.choices)
+        if hints[each.name] in (int, int | None) and isinstance(value, float | np.floating):
+            raise UserError(f"{name}={value} must be a whole number")
         if isinstance(value, int | float | np.number) and not own.allows(float(value)):
             raise UserError(f"{name}={value} is out of range (allowed: {own.allowed()})")
 

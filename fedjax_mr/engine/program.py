@@ -23,11 +23,7 @@ MAX_KEPT = 32  # programs, of some 5 MB each for a small network
 
 
 class Program:
-    """One compiled function: `jax.jit` for arguments of one kind.
-
-    Attributes:
-      traces: number of times that the function was traced. More than one means a fault.
-    """
+    """One compiled function: `jax.jit` for arguments of one kind."""
 
     def __init__(
         self,
@@ -47,10 +43,10 @@ class Program:
           donate: positions of the arguments whose buffers a call consumes.
           out: the shardings of the results, as a prefix of their tree. Default: chosen by the compiler.
         """
-        self.traces = 0
+        self._traces = traces = [0]  # no reference to this object: without circles, code goes with its last user
 
         def traced(*args: Any) -> Any:
-            self.traces += 1
+            traces[0] += 1
             with platforms.tracing_for(platform), numbers_are_arguments():
                 return function(*args)
 
@@ -68,6 +64,11 @@ class Program:
         refuse_settings()
         with donations_may_fail():
             return self._jit(*args)
+
+    @property
+    def traces(self) -> int:
+        """Number of times that the function was traced. More than one means a fault."""
+        return self._traces[0]
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
         """The compiled program, for arrays or for shapes with shardings (``jax.ShapeDtypeStruct``). Nothing is run."""

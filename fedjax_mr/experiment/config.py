@@ -623,15 +623,15 @@ def decisive(config: Config) -> dict[str, Any]:
     Settings that have no effect beside the others are left out, such as the rank of adapters without adapters. So two
     runs that differ in such settings are the same run.
     """
-    others = _of_other_partitions(config)
+    others = partition_settings() - partition_settings(config.partition)
     return {
         setting.flag: setting.plain(value)
         for setting, value in setting_values(config)
-        if setting.info.affects_results and setting.info.has_effect(vars(config)) and setting.name not in others
+        if setting.info.affects_results and setting.info.has_effect(vars(config)) and setting.flag not in others
     }
 
 
-def _of_other_partitions(config: Config) -> set[str]:
-    """The settings of partitions other than that of the configuration."""
-    names = lambda row: {each.name for each in dataclasses.fields(row.settings)} if row and row.settings else set()
-    return set().union(*map(names, PARTITIONS.values())) - names(PARTITIONS.get(config.partition))
+def partition_settings(*names: str) -> set[str]:
+    """The names of the settings of some partitions. Default: of all partitions."""
+    rows = [PARTITIONS[name] for name in names or PARTITIONS if name in PARTITIONS]
+    return {each.name for row in rows if row.settings is not None for each in dataclasses.fields(row.settings)}

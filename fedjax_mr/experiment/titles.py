@@ -16,7 +16,7 @@ from fedjax_mr.strategies import STRATEGIES
 
 SEEDS = ("seed", "partition_seed")
 DIVISIONS = tuple(
-    setting.flag for setting in settings_of(Config) if setting.info.needs[:1] == ("partition",)
+    setting.flag for setting in settings_of(Config) if setting.name in configuration.partition_settings()
 )  # the settings that single partitions use
 
 DATASETS = {

@@ -161,9 +161,9 @@ def test_cpu_cores_are_devices_without_further_setup(tmp_path):
     ("options", "message"),
     [
         ({"optimizer": "sdg"}, "did you mean 'sgd'"),
-        ({"lr": -0.1}, "lr=-0.1 must be above 0"),
-        ({"momentum": 1.5}, "momentum=1.5 must be from 0 to 1"),
-        ({"epochs": 0}, "epochs=0 must be a whole number of at least 1"),
+        ({"lr": -0.1}, "lr=-0.1 is out of range (allowed: > 0)"),
+        ({"momentum": 1.5}, "momentum=1.5 is out of range"),
+        ({"epochs": 0}, "epochs=0 is out of range (allowed: >= 1"),
         ({"batch_size": 2.5}, "batch_size=2.5 must be a whole number"),
     ],
 )
