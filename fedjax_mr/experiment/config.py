@@ -420,12 +420,12 @@ def _build(values: Mapping[str, Any]) -> Config:
     strategy = values["strategy"]
     owner = STRATEGIES[strategy].hyper if strategy in STRATEGIES else None
     chosen = None if owner is None else settings.build(owner, values, f"{strategy}_")
-    rows = tuple(
-        settings.recorded(values, f"{name}_", name)
-        if settings_class is None
-        else settings.build(settings_class, values, f"{name}_")
-        for name, settings_class in _own_rows(values)
-    )
+    ours = {setting.flag for setting in settings.settings_of(Config)}
+    others = {flag: value for flag, value in values.items() if flag not in ours}
+    rows = [
+        settings.recorded(others, f"{name}_", name) if owner is None else settings.build(owner, values, f"{name}_")
+        for name, owner in _own_rows(values)
+    ]
     return dataclasses.replace(settings.build(Config, values), hyper=chosen, rows=tuple(row for row in rows if row))
 
 
