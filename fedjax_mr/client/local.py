@@ -150,7 +150,7 @@ class LocalSetting:
             clip_norm=self.clip_norm,
         )
 
-    def num_steps(self, size: Array, work: jax.Array | None = None) -> jax.Array:
+    def num_steps(self, size: Any, work: jax.Array | None = None) -> jax.Array:
         """Number of steps of a client with ``size`` samples, int32: T = E ceil(size / B), or S (0 without samples).
 
         With ``work``, the number that it does if it stops after this share of them.
