@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
-from fedjax_mr.engine import rounds
+from fedjax_mr.engine import round as one_round
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.config import Config
@@ -60,9 +60,9 @@ def count(strategy: str) -> Bytes:
     engine = simulator_of(config, federated, model, devices=1, lanes=1).rounds
 
     def objects(constants):
-        progress = rounds.start(constants)
-        plan, rows = rounds.begin(engine.axis, constants, progress)
-        upload, _, _ = rounds.train_client(constants, progress.round, trees.take(rows, 0))
+        progress = one_round.start(constants)
+        plan, rows = one_round.begin(engine.axis, constants, progress)
+        upload, _, _ = one_round.train_client(constants, progress.round, trees.take(rows, 0))
         uploads = trees.broadcast(upload, config.cohort)
         return progress, plan.cohort, rows.payload, uploads
 
