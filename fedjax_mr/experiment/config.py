@@ -396,7 +396,7 @@ def _own_rows(values: Mapping[str, Any]) -> Iterator[tuple[str, type | None]]:
             yield name, row and row.settings
 
 
-def _all_settings(strategies: Collection[str] | None = None) -> Iterator[Setting]:
+def all_settings(strategies: Collection[str] | None = None) -> Iterator[Setting]:
     """Yield the settings of the configuration, of users' rows, and of some strategies. Default: of all strategies."""
     yield from settings.settings_of(Config)
     for name, row in (*PARTITIONS.items(), *LINKS.items()):
@@ -476,7 +476,7 @@ def _read(arguments: Sequence[str], additional: Sequence[Setting] = ()) -> tuple
     """
     read_imports(arguments)
     unset = lambda setting: dataclasses.replace(setting, default=None) if setting.flag == "clients" else setting
-    known = [*map(unset, _all_settings()), *settings.settings_of(_EarlierNames), *additional]
+    known = [*map(unset, all_settings()), *settings.settings_of(_EarlierNames), *additional]
     values = _with_todays_names(settings.parse(arguments, known))
     if values["clients"] is None:
         values["clients"] = 0 if values["partition"] == "natural" or values["partition_file"] else Config.clients
@@ -485,7 +485,7 @@ def _read(arguments: Sequence[str], additional: Sequence[Setting] = ()) -> tuple
 
 def flag_names(strategies: Collection[str] | None = None) -> list[str]:
     """The flags that can change the results of some strategies. Default: of all strategies."""
-    return [setting.flag for setting in _all_settings(strategies) if setting.info.affects_results]
+    return [setting.flag for setting in all_settings(strategies) if setting.info.affects_results]
 
 
 # --- The copy in the run folder --------------------------------------------------------------------------------------
@@ -559,7 +559,7 @@ def load(folder: Path | str) -> Config:
 
 def _before(strategy: str) -> dict[str, Any]:
     """The values, by flag, of runs that were recorded before a setting existed, where they are not the defaults."""
-    known = [setting for setting in _all_settings([strategy]) if setting.info.before is not None]
+    known = [setting for setting in all_settings([strategy]) if setting.info.before is not None]
     return {setting.flag: setting.info.before for setting in known}
 
 

@@ -18,6 +18,7 @@ from fedjax_mr.data import LABEL_MODES, SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.data.sources.tfds import IMAGE_SETS
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import settings
 from fedjax_mr.experiment.config import COMMAND, GROUPS, Config
 from fedjax_mr.experiment.settings import Setting
@@ -151,9 +152,8 @@ def all_flags(width: int | None = None) -> str:
 
 
 def _flags() -> dict[str, Setting]:
-    """All flags by name."""
-    owners = [("", Config), *((f"{name}_", row.hyper) for name, row in STRATEGIES.items())]
-    return {setting.flag: setting for prefix, owner in owners for setting in settings.settings_of(owner, prefix)}
+    """All flags by name, those of users' rows among them."""
+    return {setting.flag: setting for setting in configuration.all_settings()}
 
 
 # --- One thing -------------------------------------------------------------------------------------------------------

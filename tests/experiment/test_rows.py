@@ -115,6 +115,12 @@ def test_the_settings_of_a_users_rows_are_flags(mine):
     assert configuration.parse([*configuration.to_flags(config)]) == config
 
 
+def test_a_users_rows_have_pages_of_help(mine, capsys):
+    assert main.main(["--help=by_label", mine]) == 0 == main.main(["--help=shrink", mine])
+    printed = capsys.readouterr().out
+    assert "--by_label_mixed" in printed and "--shrink_factor" in printed
+
+
 def test_a_users_link_changes_what_arrives(mine):
     plain, half, none = (
         models(mine),
