@@ -19,7 +19,7 @@ ENDED_SECONDS = PATIENCE  # after which the others must have ended
 LOST = 4
 SIGNALS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP, "asked to stop": signal.SIGTERM}
 OTHERS = re.compile(r"\[Gloo\]|$|stopping after the current rounds")  # lines of a library, and of a stop
-PORT_SECONDS = 60  # after which nobody may listen any more
+PORT_SECONDS = 60  # within which the coordinator's port is free again
 
 
 def processes(world: World, number: int, folder: Path) -> tuple[int, str]:

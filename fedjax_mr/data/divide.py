@@ -86,7 +86,11 @@ def federate(
     for name, share in shares.items():
         if not 0 <= share < 1:
             raise UserError(f"{name}={share} must be from 0 to below 1")
+    if settings is not None and further:
+        names = ", ".join(f"{name}=" for name in further)
+        raise UserError(f"settings= and {names} exclude each other: use one of them")
     settings = _settings(partition, further) if settings is None else settings
+    check(settings, "")
     if validation_share + client_test_share >= 1:
         raise UserError(
             f"validation_share={validation_share:g} and client_test_share={client_test_share:g} leave no training "
@@ -187,7 +191,7 @@ def _settings(partition: str, values: Mapping[str, Any]) -> Any:
     """The settings of a partition with some values; None if it has none.
 
     Raises:
-      UserError: it has no such setting, or a value is out of range.
+      UserError: it has no such setting.
     """
     owner = PARTITIONS[partition].settings
     names = [] if owner is None else [each.name for each in dataclasses.fields(owner)]
@@ -195,9 +199,7 @@ def _settings(partition: str, values: Mapping[str, Any]) -> Any:
         if name not in names:
             has = f"it has {', '.join(names)}" if names else "it has none"
             raise UserError(f"partition {partition!r} has no setting {name}=: {has}{did_you_mean(name, names)}")
-    settings = None if owner is None else owner(**values)
-    check(settings, "")
-    return settings
+    return None if owner is None else owner(**values)
 
 
 def _names_by_domain(dataset: Dataset, owned: Split) -> tuple[str, ...]:

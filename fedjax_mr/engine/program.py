@@ -19,7 +19,7 @@ from fedjax_mr.engine.devices import refuse_settings
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
 
-MAX_KEPT = 32  # programs, of some 5 MB each for a small network
+MAX_KEPT = 32  # programs, of some 8 MB each for a small network
 
 
 class Program:

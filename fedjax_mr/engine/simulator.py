@@ -342,7 +342,7 @@ class Simulator:
         rule = OPTIMIZERS[local.rule] if isinstance(local.rule, str) else local.rule
         parts = [strategy, hyper, rule, local.augment, local.gradient, local.schedule]
         parts += [network.module for network in networks]
-        ours = registered is None or STRATEGIES.is_ours(registered)
+        ours = (registered is None or STRATEGIES.is_ours(registered)) and not getattr(hyper, "users_code", False)
         ours = ours and all(each is None or is_of_this_package(each) for each in parts if not isinstance(each, str))
         return None if ours else object()
 

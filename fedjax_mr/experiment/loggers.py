@@ -128,7 +128,7 @@ class MLflow:
             return existing.experiment_id
         try:
             return self._client.create_experiment(name)
-        except Exception:
+        except Exception:  # MLflow's stores raise many kinds if another process was faster
             if existing := self._client.get_experiment_by_name(name):
                 return existing.experiment_id
             raise

@@ -22,7 +22,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.settings import as_arguments, bind, for_programs
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
-from fedjax_mr.strategies.transforms import ServerOptimizer, by_settings, server_optimizer
+from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS, ServerOptimizer, by_settings, server_optimizer
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +59,7 @@ class Chosen:
     secret: Any = None  # two words [2] uint32, from which the noise follows, see `channel.privacy`
     secret_cohorts: bool = dataclasses.field(default=False, metadata=local.STATIC)  # they follow from it as well
     clock: Asynchrony | Online | Cohorts | None = None
+    users_code: bool = dataclasses.field(default=False, metadata=local.STATIC)  # in a row, see `Simulator.code`
 
 
 def chosen(config: Config, *, secret: np.ndarray | None = None) -> Chosen:
@@ -77,7 +78,8 @@ def chosen(config: Config, *, secret: np.ndarray | None = None) -> Chosen:
     hidden = secret is not None and config.fleet is None  # simulated time shows who was selected
     links = {name: for_programs(settings) for name, _, settings in configuration.links(config)}
     seed = np.int32(config.seed if config.partition_seed is None else config.partition_seed)
-    return Chosen(config.strategy, hyper, server, links, seed, poisson, secret, hidden)
+    ours = all(map(LINKS.is_ours, links)) and (server is None or SERVER_OPTIMIZERS.is_ours(config.server_optimizer))
+    return Chosen(config.strategy, hyper, server, links, seed, poisson, secret, hidden, users_code=not ours)
 
 
 def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:

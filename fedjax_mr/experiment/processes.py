@@ -214,7 +214,7 @@ def _join(options: dict[str, Any], coordinator: str | None) -> bool:
     def call() -> None:
         try:
             jax.distributed.initialize(**options)
-        except Exception as error:
+        except Exception as error:  # broad: the main thread raises it
             errors.append(error)
 
     # JAX waits in C++, where Ctrl-C has no effect, so the main thread waits for a thread.

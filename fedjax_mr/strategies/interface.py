@@ -296,7 +296,7 @@ class Strategy(NamedTuple):
     personal_part: PersonalPart | None = None
     """The argument ``part`` of `personal_model`. Default: the whole state, which suits a single global model."""
 
-    # --- What is tested and counted
+    # --- Tests and traffic
 
     global_model: Callable[[State], Variables] | None = None
     """The deployed model, which is tested on the test set. Default: there is none."""

@@ -10,6 +10,7 @@ import pytest
 from fedjax_mr import data
 from fedjax_mr.data import Dataset, divide, partition_file
 from fedjax_mr.data.divide import STREAMS
+from fedjax_mr.data.partition import Dirichlet
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config
 from fedjax_mr.experiment.config import Config
@@ -342,6 +343,8 @@ class TestPartitionFile:
     ("settings", "message"),
     [
         ({"partition": "dirichlett"}, "did you mean 'dirichlet'?"),
+        ({"alpha": 0.1, "settings": Dirichlet(0.2)}, "settings= and alpha= exclude each other"),
+        ({"settings": Dirichlet(0.0)}, "alpha=0.0 is out of range"),
         ({"alpha": 0.0}, "alpha=0.0 is out of range (allowed: > 0)"),
         ({"num_clients": 1001}, "1001 clients are more than the 1000 training samples of numbered"),
         ({"num_clients": 999, "holdout_clients": 2}, "1001 clients are more than the 1000"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import fedjax_mr as fmr
@@ -197,3 +198,22 @@ def test_rows_of_the_wrong_kind_are_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "wrong.py").write_text("import fedjax_mr as fmr\nfmr.LINKS['wrong'] = print\n")
     assert main.main([*SMALL, "--import=wrong.py"]) == 2
     assert "fmr.LINKS['wrong'] takes fmr.LinkRow(build, settings)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["link", "server optimizer"])
+def test_rows_that_change_under_their_name_are_traced_anew(kind, monkeypatch):
+    """A notebook's cell that runs again, or a variable that the row reads, must not meet an earlier program."""
+    factor = 1.0
+
+    def link(settings, problem):
+        def client(values, reference, memory, context):
+            return fmr.Sent(jax.tree.map(lambda value, start: start + factor * (value - start), values, reference))
+
+        return fmr.Link("own", client=client)
+
+    monkeypatch.setitem(fmr.LINKS, "own", fmr.LinkRow(link))
+    monkeypatch.setitem(fmr.SERVER_OPTIMIZERS, "own", lambda settings, several: optax.sgd(factor))
+    flag = "--links=own" if kind == "link" else "--server_optimizer=own"
+    whole = models(flag)
+    factor = 0.5
+    np.testing.assert_allclose(models(flag), whole / 2, atol=1e-6)
