@@ -416,17 +416,22 @@ def setting_values(config: Config) -> Iterator[tuple[Setting, Any]]:
 
 
 def _build(values: Mapping[str, Any]) -> Config:
-    """Make a configuration from values by flag. An unknown strategy has no hyper-parameters."""
+    """Make a configuration from values by flag. An unknown strategy, partition or link has no settings of its own."""
     strategy = values["strategy"]
     owner = STRATEGIES[strategy].hyper if strategy in STRATEGIES else None
     chosen = None if owner is None else settings.build(owner, values, f"{strategy}_")
-    ours = {setting.flag for setting in settings.settings_of(Config)}
-    others = {flag: value for flag, value in values.items() if flag not in ours}
-    rows = [
-        settings.recorded(others, f"{name}_", name) if owner is None else settings.build(owner, values, f"{name}_")
-        for name, owner in _own_rows(values)
-    ]
-    return dataclasses.replace(settings.build(Config, values), hyper=chosen, rows=tuple(row for row in rows if row))
+    rows = tuple(settings.build(owner, values, f"{name}_") for name, owner in _own_rows(values) if owner is not None)
+    return dataclasses.replace(settings.build(Config, values), hyper=chosen, rows=rows)
+
+
+def _with_recorded(config: Config, values: Mapping[str, Any]) -> Config:
+    """A configuration with settings in JSON of a strategy, partition and links whose code is not imported."""
+    known = {setting.flag for setting in all_settings()}
+    others = {flag: value for flag, value in values.items() if flag not in known}
+    rows = [settings.recorded(others, f"{name}_", name) for name, owner in _own_rows(vars(config)) if owner is None]
+    if config.strategy not in STRATEGIES:
+        config = dataclasses.replace(config, hyper=settings.recorded(others, f"{config.strategy}_"))
+    return dataclasses.replace(config, rows=(*config.rows, *(row for row in rows if row is not None)))
 
 
 # --- Flags -----------------------------------------------------------------------------------------------------------
@@ -537,11 +542,7 @@ def load(folder: Path | str) -> Config:
             manifest.require_unchanged(folder, path.name)
             values = files.without_checksum(untrusted.parse_json(untrusted.read_text(path)))
         values = _with_todays_names(values)
-        config = _build(_before(values["strategy"]) | values)
-        if config.strategy not in STRATEGIES:
-            common = {setting.flag for setting in settings.settings_of(Config)}
-            others = {flag: value for flag, value in values.items() if flag not in common}
-            config = dataclasses.replace(config, hyper=settings.recorded(others, f"{config.strategy}_"))
+        config = _with_recorded(_build(_before(values["strategy"]) | values), values)
     except FileNotFoundError:
         raise UserError(f"{folder} is not a run folder: it has no config.json") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
