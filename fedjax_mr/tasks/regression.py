@@ -1,0 +1,55 @@
+"""Real numbers: the squared error of standardised targets."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_mr.tasks.base import Task
+
+STRATA = 10  # groups of targets for partitions by label: tenths of the training samples; our choice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Regression(Task):
+    """Targets y [C] float32 in their own unit; the outputs [C] are standardised: a prediction is output * std + mean.
+
+    The loss is the mean squared error of the standardised numbers, so its size does not depend on the unit.
+
+    Attributes:
+      mean, std: of the training targets [C], or 0 and 1.
+      unit: unit of the targets, for tables and figures.
+    """
+
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    unit: str = ""
+    name: ClassVar[str] = "regression"
+    dtype: ClassVar[type] = np.float32
+    provides: ClassVar[frozenset[str]] = frozenset({"numbers"})
+    default_metrics: ClassVar[tuple[str, ...]] = ("rmse", "mae", "r2")
+
+    def standardised(self, targets: jax.Array) -> jax.Array:
+        """Targets [B, C] as the network is to return them."""
+        return (targets - jnp.asarray(self.mean)) / jnp.asarray(self.std)
+
+    def loss(self, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+        """The mean squared error of the standardised numbers of each sample [B]."""
+        del mask
+        return jnp.mean(jnp.square(outputs - self.standardised(targets)), axis=-1)
+
+    def predict(self, outputs: jax.Array) -> jax.Array:
+        """The numbers [B, C] in the unit of the targets."""
+        return outputs * jnp.asarray(self.std) + jnp.asarray(self.mean)
+
+    def target_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """C numbers: [C]."""
+        del shape
+        return (self.width,)
+
+    def strata(self, y: np.ndarray) -> tuple[np.ndarray, int]:
+        """Tenths of the samples by the first number."""
+        edges = np.quantile(y[:, 0], np.arange(1, STRATA) / STRATA)
+        return np.searchsorted(edges, y[:, 0], side="right").astype(np.int32), STRATA
