@@ -144,7 +144,7 @@ class Task:
             raise UserError(f"{where} has a target that is missing or not finite in row {row}")
 
     def strata(self, y: np.ndarray) -> tuple[np.ndarray, int] | None:
-        """The group of each target [M] int32 and the number of groups, for partitions by label. None: without groups."""
+        """The group of each target [M] int32 and their number, for partitions by label. None: there are none."""
         del y
         return None
 

@@ -1,4 +1,4 @@
-"""Metrics as sums over samples. `METRICS` has each by its name; a user adds one as ``fmr.METRICS["name"] = Metric(...)``.
+"""Metrics as sums over samples. `METRICS` has each by its name; ``fmr.METRICS["mine"] = fmr.Metric(...)`` adds one.
 
 What is counted is added over batches, devices, clients and processes. Where a metric needs an order of all samples
 (AUROC, concordance), samples are counted in bins, and its error is stated.
@@ -16,8 +16,8 @@ from fedjax_mr.tasks.base import Metric
 from fedjax_mr.tasks.language import token_losses
 
 BINS = 256
-"""Bins of scores in 0..1. A pair of samples in one bin counts as a tie, so the error of an AUROC is at most half the share
-of pairs in the same bin."""
+"""Bins of scores in 0..1. Two samples in one bin count as a tie, so the error of an AUROC is at most half the share of such
+pairs."""
 CALIBRATION_BINS = 15  # Guo et al., ICML 2017
 
 
@@ -124,7 +124,7 @@ def _exact(task: Any, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -
 
 
 def _errors(task: Any, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -> Any:
-    """Sums over samples for each number [C], with targets around the task's mean, so that float32 keeps their digits."""
+    """Sums over samples for each number [C]. Targets are centred, so that float32 keeps their digits."""
     error = task.predict(outputs) - targets
     centred, each = targets - jnp.asarray(task.mean), mask[:, None]
     return {
