@@ -17,23 +17,21 @@ from fedjax_mr.registry import Registry
 from fedjax_mr.settings import field
 from fedjax_mr.tasks.base import Criterion, Task
 
-_setting = field  # all numbers of losses are part of the compiled program
-
 
 @dataclasses.dataclass(frozen=True)
 class Weighted:
     """Settings of class weights."""
 
-    loss_weights: str = _setting(
-        "balanced", "weighted: weight of each class, separated by commas, or balanced: M / (C M_c) with the M_c training "
-        "samples of class c over all clients", group="Local training")  # fmt: skip
+    loss_weights: str = field(
+        "balanced", "weighted: weights of the classes, separated by commas, or balanced: M / (C M_c) with the M_c "
+        "training samples of class c over all clients", group="Local training")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Focal:
     """Settings of the focal loss."""
 
-    focal_gamma: float = _setting(
+    focal_gamma: float = field(
         2.0, "focal: gamma, exponent of (1 - p). 0 is the cross-entropy", low=0, high=100, group="Local training",
         source="Lin et al., ICCV 2017", static=True)  # fmt: skip
 
@@ -42,7 +40,7 @@ class Focal:
 class Smoothed:
     """Settings of label smoothing."""
 
-    label_smoothing: float = _setting(
+    label_smoothing: float = field(
         0.1, "smoothed: share of a target that is spread evenly over all classes", low=0, high=1, open_high=True,
         group="Local training", source="Szegedy et al., CVPR 2016", static=True)  # fmt: skip
 
@@ -51,7 +49,7 @@ class Smoothed:
 class Huber:
     """Settings of Huber's loss."""
 
-    huber_delta: float = _setting(
+    huber_delta: float = field(
         1.0, "huber: error, in standard deviations of the target, above which the loss is linear", low=0,
         open_low=True, group="Local training", source="Huber 1964", static=True)  # fmt: skip
 
@@ -60,7 +58,7 @@ class Huber:
 class Quantile:
     """Settings of the quantile loss."""
 
-    quantile: float = _setting(
+    quantile: float = field(
         0.5, "quantile: the quantile of the target that is predicted", low=0, high=1, open_low=True, open_high=True,
         group="Local training", source="Koenker and Bassett 1978", static=True)  # fmt: skip
 

@@ -16,8 +16,8 @@ from fedjax_mr.tasks.base import Metric
 from fedjax_mr.tasks.language import token_losses
 
 BINS = 256
-"""Bins of scores in 0..1. Two samples in one bin count as a tie, so the error of an AUROC is at most half the share of such
-pairs."""
+"""Bins of scores in 0..1. Two samples in one bin count as a tie, so the error of an AUROC is at most half the share of
+such pairs."""
 CALIBRATION_BINS = 15  # Guo et al., ICML 2017
 
 

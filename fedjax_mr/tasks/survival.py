@@ -34,7 +34,8 @@ class Survival(Task):
         """-log of the partial likelihood of each event among the samples of the batch [B]; 0 if censored."""
         risk, (time, event) = outputs[:, 0], (targets[:, 0], targets[:, 1])
         at_risk = (time[None, :] >= time[:, None]) & (mask[None, :] > 0)  # [B, B]: who was still observed at time i
-        total = jax.nn.logsumexp(jnp.where(at_risk, risk[None, :], -jnp.inf), axis=1, where=at_risk, initial=-1e30)
+        at_risk = at_risk | jnp.eye(len(risk), dtype=bool)  # padding, too, has a finite loss
+        total = jax.nn.logsumexp(jnp.broadcast_to(risk, at_risk.shape), axis=1, where=at_risk)
         return jnp.where((event > 0) & (mask > 0), total - risk, 0.0)
 
     def predict(self, outputs: jax.Array) -> jax.Array:
