@@ -1,4 +1,6 @@
-"""Accuracy, or the first metric, of the deployed model on each client's own test samples: histogram, mean, spread and the worst tenth.
+"""Accuracy of the deployed model on each client's own test samples: histogram, mean, spread and the worst tenth.
+
+Of runs that are judged by another metric, it is that one.
 
 The clients' test samples are those of ``python -m fedjax_mr.data``: their natural ones, or parts of the test set in the
 proportions of their labels. Every client counts the same, whatever its size. Clients without test samples do not count.

@@ -65,6 +65,8 @@ def paper_table(
     titles_of = dict.fromkeys(line.metric for line in lines if line.finished)
     units = [f"test {each.title}{' in percent' if each.unit == 'fraction' else ''}" for each in titles_of]
     named = " or ".join(units)
+    only = next(iter(titles_of))
+    quantity = f"{only.title} %" if only.unit == "fraction" else only.title
     notes = [f"{named[0].upper()}{named[1:]}, {words}{seeds}.", *grid.notes]
     if any(line.diverged for line in lines):
         notes.append("Diverged: the loss or the weights were no longer finite; these seeds are not part of the mean.")

@@ -38,7 +38,7 @@ def shown(value: Statistic, metric: Metric) -> str:
     if metric.unit == "fraction":
         return percent(value)
     mean = abs(value.mean or 0.0)
-    return plus_minus(*value, digits=max(0, 3 - int(math.floor(math.log10(mean)))) if mean else 3)
+    return plus_minus(*value, digits=max(0, 3 - math.floor(math.log10(mean))) if mean else 3)
 
 
 def plus_minus(mean: float | None, deviation: float | None, *, digits: int) -> str:
@@ -184,10 +184,11 @@ def accuracy_lines(
 def results_of(run: RunRecord, target: float | None = None, until: int | None = None) -> dict[str, Any]:
     """The results of a run by column; None if unknown. Accuracies are fractions.
 
-    Values of the first metric, such as the accuracy: of the ``last`` evaluation, of the ``best`` one, the mean of the ``last_10``, and of the ``checkpoint``
-    that ``keep_best`` keeps. ``personal`` and ``finetuned`` are means over the clients of the final accuracy on their
-    own test samples, before and after fine-tuning. The first evaluation that reaches the target decides
-    ``rounds_to_target``, ``bytes_to_target`` (in all directions) and ``seconds_to_target`` (simulated).
+    Values of the first metric, such as the accuracy: of the ``last`` evaluation, of the ``best`` one, the mean of the
+    ``last_10``, and of the ``checkpoint`` that ``keep_best`` keeps. ``personal`` and ``finetuned`` are means over the
+    clients of the final value on their own test samples, before and after fine-tuning. The first evaluation that
+    reaches the target decides ``rounds_to_target``, ``bytes_to_target`` (in all directions) and ``seconds_to_target``
+    (simulated).
 
     Raises:
       UserError: an evaluation lacks a column that the table needs.
@@ -225,9 +226,9 @@ def _state(run: RunRecord, until: int | None) -> str:
 def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> list[list[str]]:
     """The table of accuracies as cells, its head first. Empty columns are left out.
 
-    Runs that are judged by another metric have its name in a column. Fractions are in percent. The difference is in percentage points: the mean of the last ten evaluations minus the
-    paper's value; the cell names a number of rounds below 500. If a run has at most ten evaluations, the cell says that
-    the mean is of all.
+    Runs that are judged by another metric have its name in a column. Fractions are in percent. The difference is in
+    percentage points: the mean of the last ten evaluations minus the paper's value; the cell names a number of rounds
+    below 500. If a run has at most ten evaluations, the cell says that the mean is of all.
     """
     fractions = all(line.metric.unit == "fraction" for line in lines)
     unit, of = " %" if fractions else "", lambda column: lambda line: shown(line.of(column), line.metric)
@@ -244,10 +245,9 @@ def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> lis
         f"fine-tuned{unit}": of("finetuned"),
     }
     if target is not None:
+        goal = 100 * target if fractions else target
         columns |= {
-            f"rounds to {100 * target if fractions else target:g}{unit}": lambda line: _to_target(
-                line, "rounds_to_target", 1, 0
-            ),
+            f"rounds to {goal:g}{unit}": lambda line: _to_target(line, "rounds_to_target", 1, 0),
             "MB to it": lambda line: _to_target(line, "bytes_to_target", 1e6, 1),
             "simulated s to it": lambda line: _to_target(line, "seconds_to_target", 1, 0) if _is_clocked(line) else "",
         }

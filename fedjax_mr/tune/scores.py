@@ -1,4 +1,4 @@
-"""The score of a trial: its validation accuracy, or first metric, after some rounds. Nothing here reads a test result."""
+"""The score of a trial: its first metric on validation samples after some rounds. Nothing here reads a test result."""
 
 import math
 import statistics
