@@ -16,7 +16,8 @@ PAGE = documents.FOLDER.parent / "docs" / "task_matrix.md"
 HEAD = """# Every task with every method
 
 ✓: works. A number: refused, for the reason below the table. Each pair is tried with a network of two layers and the
-method's default hyper-parameters. [Tasks and metrics](tasks.md) explains the tasks. `python experiments/record.py tasks`
+method's default hyper-parameters. [Tasks and metrics](tasks.md) explains the tasks.
+`python experiments/record.py tasks`
 writes this page; the slow tests train each pair.
 """
 
