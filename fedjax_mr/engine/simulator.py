@@ -457,11 +457,10 @@ def network_of(model: Any, dataset: Dataset, *, init: str = "torch", **options: 
         "num_classes": dataset.num_classes,
         "input_dtype": np.int32 if tokens else np.float32,
     } | options
+    columns = {"vocabulary": dataset.vocabulary, "categories": getattr(dataset, "categories", ())}
     several = model if isinstance(model, list | tuple) else [model]
     networks = [
-        models.build(each, **facts, init=init, vocabulary=dataset.vocabulary)
-        if isinstance(each, str)
-        else models.of_module(each, **facts)
+        models.build(each, **facts, **columns, init=init) if isinstance(each, str) else models.of_module(each, **facts)
         for each in several
     ]
     return networks[0] if len(networks) == 1 else Zoo.of(networks)

@@ -19,6 +19,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import calls, parts, precision
 from fedjax_mr.models.blocks import Projection
+from fedjax_mr.tasks import Classification, Task
 
 Variables = dict[str, Any]
 """All Flax collections of a network: ``params`` and, with BatchNorm, ``batch_stats``."""
@@ -33,13 +34,15 @@ class BlockNet(nn.Module):
     """An ordered list of named blocks; the last one is the head (the classifier's dense layer).
 
     A family overrides ``blocks``. Every block is a module called as ``block(x, train=..., mask=...)``; ``train`` sets
-    the mode of BatchNorm and dropout. ``mask`` [B] is 1 for samples and 0 for padding, or None without padding.
+    the mode of BatchNorm and dropout. ``mask`` [B] is 1 for samples and 0 for padding, or None without padding. Blocks
+    that need more than one array of the blocks before them hand on a NamedTuple, such as `transformer.Tokens`.
 
     Attributes:
-      num_classes: C, the width of the logits.
+      num_classes: C, the size of the last axis of the output.
       initialisation: ``torch`` (PyTorch's defaults, or those of the network's source code) or ``flax``.
       projection: width of MOON's projection head (dense, ReLU, dense) in front of the classifier. 0 disables it.
-      takes: the kind of samples: ``images`` [H, W, channels], ``tokens`` [T] or ``numbers`` of any shape.
+      takes: the kind of samples: ``images`` [H, W, channels], ``tokens`` [T], ``sequences`` of numbers [T, F], ``rows``
+        of a table [F] or ``numbers`` of any shape.
       has_representation: whether any layer precedes the head.
     """
 
@@ -112,6 +115,7 @@ class Model:
       start: initial values of variables that train, see `partly`. All others are initialised at random.
       precision: number type of forward and backward passes in training mode, see `precision.with_precision`.
       adapter: how adapters enter the network and its means (`adapters.Lora`). None: there are none.
+      task: what its outputs mean, with the loss and the metrics by which it is trained and tested.
 
     All functions of samples raise a UserError during tracing if the samples have another shape or kind.
     """
@@ -124,6 +128,7 @@ class Model:
     start: Variables = dataclasses.field(default_factory=dict, compare=False, repr=False)
     adapter: Any = dataclasses.field(default=None, metadata=STATIC)
     precision: str = dataclasses.field(default="float32", metadata=STATIC)
+    task: Task = dataclasses.field(default=Classification(width=0), metadata=STATIC)
     _known: _Shapes = dataclasses.field(default_factory=_Shapes, compare=False, repr=False, metadata=STATIC)
 
     @property
@@ -246,10 +251,14 @@ class Model:
         """Shapes and dtypes of the variables of the module, those that are frozen here included."""
         return self._shapes("all", lambda: self.init_all(random_key(0)))
 
-    def num_outputs(self) -> int:
-        """The width of the logits."""
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of the output for one sample: [C], or with positions [T, C] or [H, W, C]."""
         x = jax.ShapeDtypeStruct((1, *self.input_shape), self.input_dtype)
-        return self._shapes("logits", lambda: jax.eval_shape(self.apply, self.shapes(), x)).shape[-1]
+        return self._shapes("logits", lambda: jax.eval_shape(self.apply, self.shapes(), x)).shape[1:]
+
+    def num_outputs(self) -> int:
+        """C, the size of the last axis of the output."""
+        return self.output_shape()[-1]
 
     def _shapes(self, name: str, function: Callable[[], Any]) -> Any:
         # Models that are derived from one another share what is known, and may differ in shapes, such as ranks.
