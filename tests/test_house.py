@@ -36,14 +36,14 @@ INTERFACE = {"strategies.interface", "strategies.parts", "strategies.traffic"}  
 LIBRARY = {
     "tasks": set(),
     "models": {"tasks"},
-    "data": set(),
-    "client": {"models"},
-    "strategies": {"client", "models"},
+    "data": {"tasks"},
+    "client": {"models", "tasks"},
+    "strategies": {"client", "models", "tasks"},
     "secure": {"models"},
     "channel": {"client", "models", "secure"} | INTERFACE,
     "clock": {"channel.base", "client"} | INTERFACE,
-    "engine": {"client", "data", "models"} | INTERFACE,
-    "engine.simulator": {"client", "data", "engine", "models", "strategies"},
+    "engine": {"client", "data", "models", "tasks"} | INTERFACE,
+    "engine.simulator": {"client", "data", "engine", "models", "strategies", "tasks"},
     "plots": set(),
 }
 # Downwards only; a room may use its own files. The longest name that fits a module counts.

@@ -217,7 +217,7 @@ def build(
     network = network.clone(**options)
     model = Model(network, tuple(input_shape), input_dtype, name, task=task)
     _check_fit(model, network.takes)
-    _check_output(model)
+    check_output(model)
     return model
 
 
@@ -327,9 +327,14 @@ SUITED = {1: "a network such as mlp", 2: "transformer_tiny or lstm2", 3: "unet"}
 """Networks whose outputs have this many axes."""
 
 
-def _check_output(model: Model) -> None:
+def check_output(model: Model) -> None:
+    """Check that a network returns what its task needs. Raises a UserError: the shape of its output is another one."""
     found, needed = model.output_shape(), model.task.outputs(model.input_shape)
     if found != needed:
+        if "classes" in model.task.provides and len(found) == 1:
+            raise UserError(
+                f"{model.name} returns {found[0]} logits, but the data need {model.task.width}, one per class"
+            )
         raise UserError(
             f"{model.name} returns {_product(found)} numbers per sample, but {model.task.name} needs "
             f"{_product(needed)}: use {SUITED.get(len(needed), 'another network')}"
@@ -340,4 +345,7 @@ def _product(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-__all__ = ["MODELS", "BlockNet", "Layer", "Model", "ModelRow", "Variables", "Zoo", "as_in_source", "build", "of_module"]
+__all__ = [
+    "MODELS", "BlockNet", "Layer", "Model", "ModelRow", "Variables", "Zoo", "as_in_source", "build", "check_output",
+    "of_module",
+]  # fmt: skip

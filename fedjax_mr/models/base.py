@@ -404,3 +404,11 @@ def forward_layers(
 def _leaf_rank(name: str, names: dict[str, int]) -> tuple[int, str]:
     order = NORM_LEAF_ORDER if "scale" in names else LEAF_ORDER
     return (order.index(name) if name in order else len(order), name)
+
+
+def with_task(model: "Model", task: Task) -> "Model":
+    """The network, or each of several, with another task."""
+    changes: dict[str, Any] = {"task": task}
+    if len(model.networks) > 1:
+        changes["members"] = tuple(with_task(member, task) for member in model.networks)
+    return dataclasses.replace(model, **changes)

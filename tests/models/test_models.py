@@ -105,18 +105,9 @@ def test_mcmahan_s_network_without_padding():
 
 
 OF_EACH_FAMILY = (
-    "logistic",
-    "lenet5",
-    "cnn2",
-    "resnet20",
-    "vgg_femnist",
-    "pfedhr_m3",
-    "lstm1",
-    "vit_tiny",
-    "unet",
-    "gru",
+    "logistic", "lenet5", "cnn2", "resnet20", "vgg_femnist", "pfedhr_m3", "lstm1", "vit_tiny", "unet", "gru",
     "mlp_table",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,8 @@ def test_layers_and_parameters(model):
 
 
 def test_the_network_of_a_dataset_knows_its_categories():
-    class Table(fmr.Dataset):
-        categories = CATEGORIES
-
     y = np.array([0, 1, 0], np.int32)
-    given = network_of("mlp_table", Table("table", X, y, X, y, 2))
+    given = network_of("mlp_table", fmr.Dataset("table", X, y, X, y, 2, categories=CATEGORIES))
     assert given.module.categories == CATEGORIES
     assert network_of("mlp_table", fmr.Dataset("table", X, y, X, y, 2)).module.categories == ()
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_mr import models, tasks
+from fedjax_mr import models
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.data import Split
@@ -25,7 +25,6 @@ CONVOLUTIONAL = [
     if len(row.input_shape) == 3 and not name.startswith(("mlp", "logistic", "vit"))
 ]
 QUICK = ("lenet5",)
-CLASSIFIERS = [name for name, row in models.MODELS.items() if row.task is tasks.Classification]
 THIN = {"width": 4, "heads": 2, "hidden": 16}
 """Smaller values of attributes, which change sizes but no operation."""
 
@@ -49,12 +48,8 @@ def training(model):
     data = ClientData(samples, index((20,)), index(()), index(()), index(()))
     setting = local.LocalSetting(optax.sgd(0.1, 0.5), epochs=2, batch_size=4, max_size=20)
 
-    def loss(params, state, batch, key):
-        outputs, state = model.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-        return local.masked_mean(model.task.objective(outputs, batch.y, batch.mask), batch.mask), state
-
     def train(variables, data):
-        return local.train(model, setting, variables, data, jax.random.key(0), loss=loss)
+        return local.train(model, setting, variables, data, jax.random.key(0))
 
     return jax.jit(train).lower(model.shapes(), data)
 
@@ -93,7 +88,8 @@ def rounds_of_fedmr(model, *, lanes):
     classes = model.module.num_classes
     x = rng.integers(0, classes, (12, *model.input_shape)).astype(model.input_dtype)
     x = x if model.module.takes == "tokens" else x / np.float32(classes)
-    y = rng.integers(0, classes, 12).astype(np.int32)
+    y = rng.integers(0, classes, (12, *model.task.target_shape(model.input_shape))).astype(np.int32)
+    first = y.reshape(12, -1)[:, 0]
     split = Split.of(np.split(np.arange(12), np.cumsum(sizes)[:-1]))
     problem = Problem(
         model=model,
@@ -103,7 +99,7 @@ def rounds_of_fedmr(model, *, lanes):
         num_classes=classes,
         layers=model.layers(),
         sizes=jnp.asarray(sizes, jnp.int32),
-        label_counts=jnp.asarray([np.bincount(y[split.rows(i)], minlength=classes) for i in range(3)], jnp.int32),
+        label_counts=jnp.asarray([np.bincount(first[split.rows(i)], minlength=classes) for i in range(3)], jnp.int32),
         architectures=jnp.zeros(3, jnp.int32),
     )
     samples = Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))
@@ -115,7 +111,7 @@ def rounds_of_fedmr(model, *, lanes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "mlp" else pytest.mark.slow) for name in CLASSIFIERS]
+    "name", [pytest.param(name, marks=() if name == "mlp" else pytest.mark.slow) for name in models.MODELS]
 )
 def test_one_round_of_fedmr_is_the_same_in_one_lane_and_in_two(name, close):
     model = thin(name)
