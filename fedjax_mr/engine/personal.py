@@ -24,6 +24,7 @@ from fedjax_mr.models import Variables
 from fedjax_mr.strategies.interface import Info, Memory, Problem, State, Strategy
 from fedjax_mr.tasks import Task
 
+SPREADS = ("weighted", "std", "worst10")  # columns about the spread of the first metric over the clients
 CLIENT_BATCH = 64  # test samples per step of one client; most clients have few
 
 

@@ -34,7 +34,13 @@ class Sums(Protocol):
     def __call__(self, task: Any, outputs: jax.Array, targets: jax.Array, mask: jax.Array, /) -> Any: ...
 
 
-@dataclasses.dataclass(frozen=True)
+TITLES = {
+    "rmse": "RMSE", "mae": "MAE", "r2": "R²", "auroc": "AUROC", "ece": "ECE", "iou": "IoU", "dice": "Dice",
+    "macro_f1": "macro F1", "micro_f1": "micro F1", "brier": "Brier score", "top5_accuracy": "top-5 accuracy",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Metric:
     """A number by which models are judged.
 
@@ -53,6 +59,14 @@ class Metric:
     higher_is_better: bool = True
     unit: str = ""
     needs: frozenset[str] = frozenset()
+
+    @property
+    def title(self) -> str:
+        """The name in words, for tables and figures."""
+        return TITLES.get(self.name, self.name.replace("_", " "))
+
+    def __repr__(self) -> str:
+        return f"Metric({self.name})"
 
     def of(self, sums: Any) -> Any:
         """The value of sums, without warnings where it is undefined."""
