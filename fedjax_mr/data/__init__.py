@@ -14,7 +14,18 @@ from fedjax_mr.data.divide import federate
 from fedjax_mr.data.federated import DataRequest, Dataset, FederatedData, Split
 from fedjax_mr.data.preparation import Preparation
 from fedjax_mr.data.sources import (
-    arrays, diabetes, digits, flights, leaf, lung, masks, movielens, table, text, tfds, watch,
+    arrays,
+    diabetes,
+    digits,
+    flights,
+    leaf,
+    lung,
+    masks,
+    movielens,
+    table,
+    text,
+    tfds,
+    watch,
 )  # fmt: skip
 from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.data.sources.images import from_images
@@ -142,7 +153,9 @@ def _read(request: DataRequest) -> Dataset:
     if is_file(name):
         return arrays.load(name, task=request.task)
     if name not in SOURCES and Path(name).exists():
-        raise UserError(f"{name} is not a dataset: convert your data to an .npz file with the arrays x and y, or a CSV file")
+        raise UserError(
+            f"{name} is not a dataset: convert your data to an .npz file with the arrays x and y, or a CSV file"
+        )
     if (name != base and base != "emnist") or base not in SOURCES:
         raise unknown_name("dataset", name, SOURCES)
     return SOURCES[base](request).check()

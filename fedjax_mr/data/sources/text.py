@@ -8,6 +8,7 @@ others are left out.
 """
 
 import dataclasses
+import functools
 import gzip
 import html
 import io
@@ -90,19 +91,20 @@ def from_texts(
         raise UserError(f"{name}: texts have targets for classification or language, not {task}")
     if labels is None and not language:
         raise UserError(f"{name}: pass labels, or task='language' to predict the next token")
-    x, vocabulary = tokens.encode(texts, length=length + language, tokenizer=tokenizer)
-    x_test = None
-    if texts_test is not None:
-        x_test = tokens.encode(texts_test, length=length + language, tokenizer=tokenizer)[0]
+    # A language model needs one more token, the target of the last position.
+    encode = functools.partial(tokens.encode, length=length + language, tokenizer=tokenizer)
+    x, vocabulary = encode(texts)
+    x_test = None if texts_test is None else encode(texts_test)[0]
+    targets: Any = labels
     if language:
-        if len(x) and not x[:, 1:].any():
+        if not x[:, 1:].any():
             raise UserError(f"{name}: no text has two tokens, so there is no next token to predict")
-        labels, labels_test = _next_tokens(x), None if x_test is None else _next_tokens(x_test)
-        x, x_test = x[:, :-1], None if x_test is None else x_test[:, :-1]
+        x, targets = x[:, :-1], _next_tokens(x)
+        x_test, labels_test = (None, None) if x_test is None else (x_test[:, :-1], _next_tokens(x_test))
     dataset = from_arrays(
-        x, labels, task=Language(width=vocabulary) if language else None, client=client, x_test=x_test,
-        y_test=labels_test, client_test=client_test, domain=domain, domain_test=domain_test, name=name,
-        num_classes=None if language else num_classes,
+        x, targets, task=Language(width=vocabulary) if language else None,
+        client=client, x_test=x_test, y_test=labels_test, client_test=client_test, domain=domain,
+        domain_test=domain_test, name=name, num_classes=None if language else num_classes,
     )  # fmt: skip
     return dataclasses.replace(dataset, vocabulary=vocabulary)
 
@@ -128,7 +130,8 @@ def _cached(name: str, request: DataRequest, sources: list[Path], read: Callable
         return values | {"task": dataset.task.facts()}
 
     values = cached(kind, sources, build)
-    return Dataset(**values | {"task": of_facts(values["task"])})
+    values["task"] = of_facts(values["task"])
+    return Dataset(**values)
 
 
 # ---- Sentences of vaderSentiment

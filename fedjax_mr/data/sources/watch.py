@@ -37,7 +37,8 @@ def load(request: DataRequest) -> Dataset:
     number = np.repeat(np.arange(len(windows)), list(map(len, windows)))  # the series of each window
     x, test = np.concatenate(windows).astype(np.float32), is_test[number]
     client = np.array([f"person {each:02}" for each in person])[number]
-    mean, std = (statistic(x[~test], axis=(0, 1), dtype=np.float64) for statistic in (np.mean, np.std))
+    positions = x[~test].reshape(-1, 6).astype(np.float64)
+    mean, std = tuple(positions.mean(axis=0).tolist()), tuple(positions.std(axis=0).tolist())
     dataset = from_arrays(
         x[~test], exercise[number][~test], client=client[~test], x_test=x[test], y_test=exercise[number][test],
         client_test=client[test], mean=mean, std=std, name=request.name,
