@@ -154,7 +154,7 @@ def _read(request: DataRequest) -> Dataset:
         return arrays.load(name, task=request.task)
     if name not in SOURCES and Path(name).exists():
         raise UserError(
-            f"{name} is not a dataset: convert your data to an .npz file with the arrays x and y, or a CSV file"
+            f"{name} is not a dataset: convert your data to a CSV file, or to an .npz file with the arrays x and y"
         )
     if (name != base and base != "emnist") or base not in SOURCES:
         raise unknown_name("dataset", name, SOURCES)

@@ -97,7 +97,7 @@ def test_min_samples_counts_training_and_test(write_leaf, handwriting):
 def test_shakespeare_as_a_language_model(shakespeare_folder):
     labels = data.load("shakespeare", data_dir=str(shakespeare_folder))
     tokens = data.load("shakespeare", data_dir=str(shakespeare_folder), task="language")
-    assert (tokens.task.name, tokens.task.width, tokens.y.shape) == ("language", 86, labels.x.shape)
+    assert (tokens.task.name, tokens.task.width, tokens.y.shape) == ("language", 80, labels.x.shape)
     for x, y, label in ((tokens.x, tokens.y, labels.y), (tokens.test_x, tokens.test_y, labels.test_y)):
         np.testing.assert_array_equal(y[:, :-1], x[:, 1:])
         np.testing.assert_array_equal(y[:, -1], label)

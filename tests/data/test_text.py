@@ -298,7 +298,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, capl
     path = write(tmp_path / "mine.jsonl", rows())
     monkeypatch.setattr(os, "fsync", full)
     assert len(data.load(path).y) == 10 and not list(cache_folder.iterdir())
-    assert "the next run decodes text2-mine-48-words again" in caplog.text and "No space left on device" in caplog.text
+    assert "the next run decodes text3-mine-48-words again" in caplog.text and "No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize(
