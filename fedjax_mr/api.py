@@ -7,6 +7,8 @@ from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
 from fedjax_mr.data.sources.arrays import from_arrays
+from fedjax_mr.data.sources.images import from_images
+from fedjax_mr.data.sources.table import from_table
 from fedjax_mr.data.sources.text import from_texts
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import DivergedError, UserError
@@ -66,6 +68,8 @@ __all__ = [
     "data",
     "field",
     "from_arrays",
+    "from_images",
+    "from_table",
     "from_texts",
     "load",
     "local",

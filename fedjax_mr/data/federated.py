@@ -10,6 +10,7 @@ import numpy as np
 
 from fedjax_mr import registry
 from fedjax_mr.data import inputs
+from fedjax_mr.data.preparation import Preparation
 from fedjax_mr.errors import UserError
 from fedjax_mr.tasks import Classification, Task, with_metrics
 
@@ -28,6 +29,10 @@ class DataRequest(NamedTuple):
       tokenizer: folder with the tokenizer of texts, see `tokens.encode`. None means hashed words.
       text_length: tokens of a text, T.
       task: a name of `tasks.TASKS`. None means that of the source.
+      target: the columns to predict of a CSV file, see `from_table`.
+      client: the column of a CSV file with the natural client. None means that there are none.
+      categorical: the columns of a CSV file whose numbers are categories.
+      drop: the columns of a CSV file that are not used.
     """
 
     name: str
@@ -37,6 +42,10 @@ class DataRequest(NamedTuple):
     tokenizer: str | None = None
     text_length: int = 48
     task: str | None = None
+    target: tuple[str, ...] = ()
+    client: str | None = None
+    categorical: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +69,8 @@ class Dataset:
       vocabulary: number of different tokens. 0 if x does not hold tokens.
       task: what is learned. Default: classification.
       categories: for each column of a table, the number of its categories, or 0 if it holds numbers. (): no table.
+      class_names: names of the classes by number, or () if they are unknown.
+      preparation: how the rows of a table became x, or None.
     """
 
     name: str
@@ -79,6 +90,8 @@ class Dataset:
     domain_names: tuple[str, ...] = ()
     task: Task = None  # type: ignore[assignment]  # never None after `__post_init__`
     categories: tuple[int, ...] = ()
+    class_names: tuple[str, ...] = ()
+    preparation: Preparation | None = None
 
     def __post_init__(self) -> None:
         task = Classification(width=self.num_classes) if self.task is None else self.task
@@ -139,10 +152,12 @@ class Dataset:
     def recorded_name(self) -> str:
         """The name that a run folder records for samples passed from Python: ``given:NAME:HASH``.
 
-        The hash covers all samples and labels, the clients, the domains and the normalisation, but not the name.
+        The hash covers all samples and labels, the clients, the domains, the normalisation, and the names of classes
+        and columns, but not the name of the dataset.
         """
         facts: tuple[Any, ...] = (self.num_classes, self.mean, self.std, self.client_names, self.vocabulary)
-        facts += () if "classes" in self.task.provides else (self.task.facts(), self.categories)
+        facts += () if "classes" in self.task.provides else (self.task.facts(),)
+        facts += tuple(each for each in (self.categories, self.class_names, self.preparation) if each)
         digest = hashlib.sha256(repr(facts).encode())
         of_domains = (self.domain, self.test_domain)
         for part in (self.x, self.y, self.test_x, self.test_y, self.client, self.test_client, *of_domains):

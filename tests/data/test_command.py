@@ -102,14 +102,15 @@ def bad(files):
     (files / "tfds" / "mnist" / "1.0.0").mkdir(parents=True)
     (files / "other.json").write_text(json.dumps({"dataset": "cifar10", "train_data": {"0": [1]}}))
     (files / "file").write_text("")
+    (files / "mine.csv").write_text("age,ill\n1,2\n")
     return {
         "labels out of range": (["--dataset=labels.npz"], "labels range from -1 to 38"),
         "labels no integers": (["--dataset=floats.npz"], "one integer per sample"),
         "nan": (["--dataset=nan.npz"], "not finite"),
         "different lengths": (["--dataset=lengths.npz"], "40 samples but 39 labels"),
         "empty npz": (["--dataset=empty.npz"], "empty, truncated or not an .npz file"),
-        "a table": (["--dataset=mine.csv"], 'pd.read_csv("mine.csv"); np.savez("mine.npz", '),
-        "a folder": (["--dataset=./leaf"], "./leaf is not a dataset: convert your data to an .npz file"),
+        "a table": (["--dataset=mine.csv"], "mine.csv is a table: name the column to predict with "),
+        "a folder": (["--dataset=./leaf"], "./leaf is not a dataset: convert your data to a CSV file"),
         "missing npz": (["--dataset=absent.npz"], "absent.npz does not exist"),
         "truncated json": (["--dataset=femnist", "--data_dir=leaf"], "empty, truncated or not a LEAF file"),
         "no leaf folder": (["--dataset=shakespeare"], "shakespeare needs --data_dir"),

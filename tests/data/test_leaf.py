@@ -94,6 +94,17 @@ def test_min_samples_counts_training_and_test(write_leaf, handwriting):
     assert len(federated.dataset.test_y) == 4  # the union of the chosen clients' test samples
 
 
+def test_shakespeare_as_a_language_model(shakespeare_folder):
+    labels = data.load("shakespeare", data_dir=str(shakespeare_folder))
+    tokens = data.load("shakespeare", data_dir=str(shakespeare_folder), task="language")
+    assert (tokens.task.name, tokens.task.width, tokens.y.shape) == ("language", 80, labels.x.shape)
+    for x, y, label in ((tokens.x, tokens.y, labels.y), (tokens.test_x, tokens.test_y, labels.test_y)):
+        np.testing.assert_array_equal(y[:, :-1], x[:, 1:])
+        np.testing.assert_array_equal(y[:, -1], label)
+    with pytest.raises(UserError, match="shakespeare has targets for classification, not for task=regression"):
+        data.load("shakespeare", data_dir=str(shakespeare_folder), task="regression")
+
+
 @pytest.mark.parametrize(("name", "kind"), [("femnist", "handwriting"), ("shakespeare", "lines")])
 def test_a_user_may_have_samples_in_one_part_alone(write_leaf, request, name, kind):
     folder = write_leaf({"a": (6, 3), "b": (4, 0), "c": (0, 2), "d": (5, 1)}, request.getfixturevalue(kind))

@@ -240,6 +240,39 @@ def test_json_lines(tmp_path):
     assert len(held_out.test_y) == 4
 
 
+def test_the_next_token_of_texts(tmp_path, cache_folder):
+    words = [tokens.hashed(word) for word in ("a", "b", "c", "d", "e")]
+    texts = ["a b c d e", "c a", "b", "e d c b"] * 5
+    dataset = data.from_texts(texts, task="language", client=["x", "y", "x", "y"] * 5, length=4)
+    assert (dataset.task.name, dataset.task.width, dataset.vocabulary) == ("language", tokens.WORDS, tokens.WORDS)
+    pairs = {(*x, *y) for x, y in zip(dataset.x.tolist(), dataset.y.tolist(), strict=True)}
+    a, b, c, d, e = words
+    assert pairs == {
+        (a, b, c, d, b, c, d, e), (c, a, 0, 0, a, -1, -1, -1), (b, 0, 0, 0, -1, -1, -1, -1), (e, d, c, b, d, c, b, -1),
+    }  # fmt: skip
+    path = write(tmp_path / "mine.jsonl", [{"text": text, "client": "x"} for text in texts])  # no labels
+    for _ in range(2):  # also from the cache
+        read = data.load(path, task="language", text_length=4)
+        assert {(*x, *y) for x, y in zip(read.x.tolist(), read.y.tolist(), strict=True)} == pairs
+        assert read.task == dataset.task
+    assert len(list(cache_folder.iterdir())) == 1
+    labelled = write(tmp_path / "labelled.jsonl", [{"text": text, "label": row % 2} for row, text in enumerate(texts)])
+    assert data.load(labelled, text_length=4).num_classes == 2
+    assert data.load(labelled, text_length=4, task="language").y.shape == (16, 4)  # its own file of the cache
+    parts = data.from_texts(texts, task="language", texts_test=["a b"], length=2)
+    assert (parts.test_x.tolist(), parts.test_y.tolist()) == ([[a, b]], [[b, -1]])
+
+
+def test_texts_without_targets_are_refused():
+    for arguments, message in (
+        ({}, "texts: pass labels, or task='language' to predict the next token"),
+        ({"labels": [0], "task": "regression"}, "texts have targets for classification or language, not regression"),
+        ({"task": "language"}, "no text has two tokens, so there is no next token to predict"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            data.from_texts(["word"], **arguments)
+
+
 def test_clients_of_lines_have_one_form_and_none_is_missing(tmp_path):
     lines = [line | {"client": [1, "1", 1.0][i % 3]} for i, line in enumerate(rows())]
     assert data.load(write(tmp_path / "mine.jsonl", lines)).client_names == ("1",)
@@ -265,7 +298,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, capl
     path = write(tmp_path / "mine.jsonl", rows())
     monkeypatch.setattr(os, "fsync", full)
     assert len(data.load(path).y) == 10 and not list(cache_folder.iterdir())
-    assert "the next run decodes text2-mine-48-words again" in caplog.text and "No space left on device" in caplog.text
+    assert "the next run decodes text3-mine-48-words again" in caplog.text and "No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -346,6 +379,8 @@ def test_folder_of_datasets(tmp_path, caplog):
     datasets.DatasetDict(train=train, test=test.rename_column("text", "s")).save_to_disk(str(tmp_path / "other"))
     with pytest.raises(UserError, match=r"other \(test\) has the columns s, label, but text is needed; rename one"):
         data.load(f"hf:{tmp_path / 'other'}")
+    whole.remove_columns("label").save_to_disk(str(tmp_path / "unlabelled"))
+    assert data.load(f"hf:{tmp_path / 'unlabelled'}", text_length=4, task="language").y.shape == (16, 4)
     datasets.DatasetDict(train=train, test=test, validation=test).save_to_disk(str(tmp_path / "three"))
     for _ in range(2):  # also from the cache
         caplog.clear()

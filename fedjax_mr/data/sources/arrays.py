@@ -23,16 +23,10 @@ SPLIT_SEED = 0  # constant, so that all runs of all strategies are tested on the
 LARGEST_FLOATS = 5.0  # root mean square: 1 if standardised, below 1 in 0..1, 7.7 for digits in 0..16, 117 in 0..255
 OPTIONAL = ("task", "client", "x_test", "y_test", "client_test", "domain", "domain_test", "num_classes", "mean", "std")
 
-# How to convert other files, by suffix.
-_TABLE = (
-    'import numpy as np, pandas as pd; df = pd.{read}("{file}"); np.savez("{target}", '
-    'x=df.drop(columns="label").to_numpy("float32"), y=df["label"].to_numpy())'
-)
+# How to convert other files, by suffix: the suffix of the result, and a line of Python.
 _RECIPES = {
-    ".npy": 'import numpy as np; np.savez("{target}", x=np.load("{file}"), y=np.load("labels.npy"))',
-    ".csv": _TABLE.replace("{read}", "read_csv"),
-    ".tsv": _TABLE.replace("{read}", "read_table"),
-    ".parquet": _TABLE.replace("{read}", "read_parquet"),
+    ".npy": (".npz", 'import numpy as np; np.savez("{target}", x=np.load("{file}"), y=np.load("labels.npy"))'),
+    ".parquet": (".csv", 'import pandas as pd; pd.read_parquet("{file}").to_csv("{target}", index=False)'),
 }
 
 
@@ -54,9 +48,10 @@ def load(path: Path | str, *, task: str | None = None) -> Dataset:
     """
     path = files.expand_home(path)
     if path.suffix in _RECIPES:
-        target = path.with_suffix(".npz")
-        recipe = _RECIPES[path.suffix].format(file=path, target=target)
-        raise UserError(f"{path} must be converted to .npz, in Python: {recipe}; then use {target} as the dataset")
+        suffix, recipe = _RECIPES[path.suffix]
+        target = path.with_suffix(suffix)
+        recipe = recipe.format(file=path, target=target)
+        raise UserError(f"{path} must be converted to {suffix}, in Python: {recipe}; then use {target} as the dataset")
     if not path.is_file():
         raise UserError(f"data file {path} does not exist (names of datasets have no '/' and no suffix)")
     try:
@@ -160,14 +155,7 @@ def from_arrays(
     if x_test is not None and y_test is not None:
         test_x, test_y = x_test, y_test
     else:
-        strata, _ = task.strata(y) or (np.zeros(len(y), int), 1)
-        test = _held_out(strata if number is None else number)
-        if len(y) and not test.any():
-            groups = "client" if number is not None else "class" if kind is Classification else "group of targets"
-            raise UserError(
-                f"{name}: no {groups} has three samples, of which one is held out for the test: add samples, or give "
-                "test samples (x_test, y_test)"
-            )
+        test = held_out(y, number, task, name)
         test_x, test_y, x, y = x[test], y[test], x[~test], y[~test]
         number, number_of_test = (None, None) if number is None else (number[~test], number[test])
         domain, domain_test = (None, None) if domain is None else (domain[~test], domain[test])
@@ -391,12 +379,29 @@ def _per_channel(
     return tuple(float(value) for value in values)
 
 
-def _held_out(groups: np.ndarray) -> np.ndarray:
-    """Draw the test share of each group (client or class) with a constant seed. Return a mask [M]."""
+def held_out(y: np.ndarray, client: np.ndarray | None, task: Task, name: str) -> np.ndarray:
+    """Draw the test share of each client, or of each group of targets, with a constant seed. Return a mask [M].
+
+    Args:
+      y: targets [M, ...].
+      client: number of the client of each sample [M], or None.
+      task: decides the groups of targets, see `Task.strata`.
+      name: name of the dataset in errors.
+
+    Raises:
+      UserError: no client or group has enough samples.
+    """
+    groups = (task.strata(y) or (np.zeros(len(y), int), 1))[0] if client is None else client
     rng = np.random.default_rng(SPLIT_SEED)
     mask = np.zeros(len(groups), bool)
     order = np.argsort(groups, kind="stable")  # the rows of a group are adjacent, so one pass serves all groups
     for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
         rows = rng.permutation(members)
         mask[rows[: round(TEST_SHARE * len(rows))]] = True
+    if len(y) and not mask.any():
+        kind = "client" if client is not None else "class" if type(task) is Classification else "group of targets"
+        raise UserError(
+            f"{name}: no {kind} has three samples, of which one is held out for the test: add samples, or give test "
+            "samples (x_test, y_test)"
+        )
     return mask

@@ -6,6 +6,7 @@ is the next one, numbered by the vocabulary of LEAF's ``language_utils.py``. Fil
 must fit into memory as Python objects.
 """
 
+import dataclasses
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.data.values import ids
 from fedjax_mr.errors import UserError
+from fedjax_mr.tasks import Language
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 FEMNIST_CLASSES = 62
@@ -37,13 +39,22 @@ def femnist(request: DataRequest) -> Dataset:
 
 
 def shakespeare(request: DataRequest) -> Dataset:
-    """Lines of Shakespeare's plays by role, x int32 [M, 80].
+    """Lines of Shakespeare's plays by role, x int32 [M, 80], y int32 [M], the next character.
+
+    With ``task="language"``, y [M, 80] has the next character at each position.
 
     Raises:
       UserError: there is no folder, a file is empty or truncated, or samples are of another kind.
     """
     facts = {"num_classes": len(LETTERS), "vocabulary": len(LETTERS)}
-    return _load(request, "./preprocess.sh -s niid --sf 0.2 -k 0 -t sample -tf 0.8", _characters, facts)
+    dataset = _load(request, "./preprocess.sh -s niid --sf 0.2 -k 0 -t sample -tf 0.8", _characters, facts)
+    if request.task != Language.name:
+        return dataset
+    y, test_y = (
+        np.concatenate([x[:, 1:], label[:, None]], axis=1)
+        for x, label in ((dataset.x, dataset.y), (dataset.test_x, dataset.test_y))
+    )
+    return dataclasses.replace(dataset, y=y, test_y=test_y, task=Language(width=len(LETTERS)))
 
 
 class _Part(NamedTuple):

@@ -8,6 +8,7 @@ others are left out.
 """
 
 import dataclasses
+import functools
 import gzip
 import html
 import io
@@ -29,10 +30,12 @@ from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.data.values import ids
 from fedjax_mr.errors import UserError
+from fedjax_mr.tasks import Classification, Language, of_facts
+from fedjax_mr.tasks.language import IGNORED
 
 FOLDER_PREFIX = "hf:"  # of the path of a folder that `datasets` has written
 SUFFIXES = (".jsonl", ".jsonl.gz")
-FORMAT = 2  # to be incremented when words, clients or domains are read differently: part of the names of cached texts
+FORMAT = 3  # to be incremented when words, clients or domains are read differently: part of the names of cached texts
 
 SENTENCES = "sentiment_snippets.jsonl.gz"
 NEUTRAL = 0.5  # ratings from -0.5 to 0.5 are neither positive nor negative
@@ -46,8 +49,9 @@ DOMAINS = {
 
 def from_texts(
     texts: Sequence[str],
-    labels: Any,
+    labels: Any = None,
     *,
+    task: str | None = None,
     client: Sequence[str] | np.ndarray | None = None,
     domain: Sequence[str] | np.ndarray | None = None,
     texts_test: Sequence[str] | None = None,
@@ -61,9 +65,13 @@ def from_texts(
 ) -> Dataset:
     """Make a dataset of texts with class labels. Without test texts, 20 % of the texts become the test set.
 
+    With ``task="language"``, the target at each of the T positions is the next token, -1 (ignored) after the end of a
+    text, and labels are not used.
+
     Args:
       texts: [M] texts.
       labels: [M] integer labels 0..C-1.
+      task: ``classification`` (default) or ``language``.
       client: [M] the natural client of each text; "" if it has none.
       domain: [M] the domain of each text, such as its source.
       texts_test: the texts of the test set.
@@ -78,29 +86,52 @@ def from_texts(
     Raises:
       UserError: as in `from_arrays` and `tokens.encode`.
     """
-    x, vocabulary = tokens.encode(texts, length=length, tokenizer=tokenizer)
-    x_test = None if texts_test is None else tokens.encode(texts_test, length=length, tokenizer=tokenizer)[0]
+    language = task == Language.name
+    if task not in (None, Classification.name, Language.name):
+        raise UserError(f"{name}: texts have targets for classification or language, not {task}")
+    if labels is None and not language:
+        raise UserError(f"{name}: pass labels, or task='language' to predict the next token")
+    # A language model needs one more token, the target of the last position.
+    encode = functools.partial(tokens.encode, length=length + language, tokenizer=tokenizer)
+    x, vocabulary = encode(texts)
+    x_test = None if texts_test is None else encode(texts_test)[0]
+    targets: Any = labels
+    if language:
+        if not x[:, 1:].any():
+            raise UserError(f"{name}: no text has two tokens, so there is no next token to predict")
+        x, targets = x[:, :-1], _next_tokens(x)
+        x_test, labels_test = (None, None) if x_test is None else (x_test[:, :-1], _next_tokens(x_test))
     dataset = from_arrays(
-        x, labels, client=client, x_test=x_test, y_test=labels_test, client_test=client_test,
-        domain=domain, domain_test=domain_test, name=name, num_classes=num_classes,
+        x, targets, task=Language(width=vocabulary) if language else None,
+        client=client, x_test=x_test, y_test=labels_test, client_test=client_test, domain=domain,
+        domain_test=domain_test, name=name, num_classes=None if language else num_classes,
     )  # fmt: skip
     return dataclasses.replace(dataset, vocabulary=vocabulary)
 
 
+def _next_tokens(x: np.ndarray) -> np.ndarray:
+    """The token after each position but the last one [M, T], `IGNORED` where the text has ended."""
+    return np.where(x[:, 1:] == 0, IGNORED, x[:, 1:]).astype(np.int32)
+
+
 def _cached(name: str, request: DataRequest, sources: list[Path], read: Callable[[], dict[str, Any]]) -> Dataset:
     """The dataset of the arguments of `from_texts` that ``read`` returns."""
-    settings = {"tokenizer": request.tokenizer, "length": request.text_length}
+    settings = {"tokenizer": request.tokenizer, "length": request.text_length, "task": request.task}
     if request.tokenizer is not None and (file := Path(request.tokenizer) / tokens.TOKENIZER).is_file():
         sources = [*sources, file]
     unit = "words" if request.tokenizer is None else "tokens"
     kind = f"text{FORMAT}-{name}-{request.text_length}-{unit}"
+    kind += "" if request.task in (None, Classification.name) else f"-{request.task}"
 
     def build() -> dict[str, Any]:
         dataset = from_texts(**read(), **settings, name=name)
-        fields = [each.name for each in dataclasses.fields(dataset) if each.name != "task"]  # which `Dataset` makes
-        return {each: value for each in fields if (value := getattr(dataset, each)) is not None}
+        fields = [each.name for each in dataclasses.fields(dataset)]
+        values = {each: value for each in fields if (value := getattr(dataset, each)) is not None}
+        return values | {"task": dataset.task.facts()}
 
-    return Dataset(**cached(kind, sources, build))
+    values = cached(kind, sources, build)
+    values["task"] = of_facts(values["task"])
+    return Dataset(**values)
 
 
 # ---- Sentences of vaderSentiment
@@ -196,7 +227,7 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 def load_file(name: str, request: DataRequest) -> Dataset:
     """Read a file of JSON Lines: text, label, and optionally client, domain and split (train or test; default: train).
 
-    The rows of the test set may lack client.
+    The rows of the test set may lack client. Language models need no label.
 
     Raises:
       UserError: the file is missing or damaged, a line lacks a value, or no line is a training sample.
@@ -218,12 +249,17 @@ def load_file(name: str, request: DataRequest) -> Dataset:
 
         def columns(rows: list[dict[str, Any]]) -> dict[str, list]:
             optional = [each for each in ("client", "domain") if any(each in row for row in rows)]
-            kinds = {"text": str, "label": int} | dict.fromkeys(optional, object)
+            kinds = {"text": str} | _labels(request, int) | dict.fromkeys(optional, object)
             return {each: [_value(path, row, each, kind) for row in rows] for each, kind in kinds.items()}
 
         return _arguments(path, columns(parts["train"]), columns(parts["test"]))
 
     return _cached(path.name.partition(".")[0], request, [path], read)
+
+
+def _labels(request: DataRequest, kind: Any = None) -> dict[str, Any]:
+    """The column of labels, which a language model does not need."""
+    return {} if request.task == Language.name else {"label": kind}
 
 
 def load_folder(name: str, request: DataRequest) -> Dataset:
@@ -252,17 +288,17 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
 
         def columns(name: str) -> dict[str, list]:
             has = used[name].column_names
-            if missing := [each for each in ("text", "label") if each not in has]:
+            if missing := [each for each in ("text", *_labels(request)) if each not in has]:
                 where, remedy = f"{path} ({name})", _remedy(used[name].features, missing[0])
                 raise UserError(f"{where} has the columns {', '.join(has)}, but {missing[0]} is needed; {remedy}")
-            if _type(used[name].features["label"]) in _TEXTS:
+            if any(_type(used[name].features[each]) in _TEXTS for each in _labels(request)):
                 raise UserError(f"{path} ({name}) has labels as texts: use dataset.class_encode_column('label')")
-            return {each: list(used[name][each]) for each in ("text", "label", "client", "domain") if each in has}
+            kept = ("text", *_labels(request), "client", "domain")
+            return {each: list(used[name][each]) for each in kept if each in has}
 
         train, test = (columns(each) if each in used else {} for each in ("train", "test"))
-        return _arguments(path, train, test) | {
-            "num_classes": getattr(used["train"].features["label"], "num_classes", None)
-        }
+        label = used["train"].features.get("label")
+        return _arguments(path, train, test) | {"num_classes": getattr(label, "num_classes", None)}
 
     # JSON files name the parts, the columns and the classes.
     sources = sorted(each for each in path.rglob("*") if each.suffix in (".arrow", ".json"))
