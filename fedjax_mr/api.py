@@ -1,6 +1,6 @@
 """The names of ``import fedjax_mr as fmr``, which imports this module when one of them is used first."""
 
-from fedjax_mr import data, models, strategies, trees
+from fedjax_mr import data, models, strategies, tasks, trees
 from fedjax_mr.channel import LINKS, Link, LinkRow, Sent
 from fedjax_mr.client import local
 from fedjax_mr.client.optimizers import OPTIMIZERS
@@ -21,16 +21,21 @@ from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES, Cohort, Contract, Parcels, Problem, Row, Strategy, transforms
 from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
+from fedjax_mr.tasks import METRICS, TASKS, Metric, Task
+from fedjax_mr.tasks.losses import LOSSES, LossRow
 
 __all__ = [
     "LINKS",
     "LOGGERS",
+    "LOSSES",
+    "METRICS",
     "MODELS",
     "OPTIMIZERS",
     "PARTITIONS",
     "SERVER_OPTIMIZERS",
     "SOURCES",
     "STRATEGIES",
+    "TASKS",
     "BlockNet",
     "Cohort",
     "Config",
@@ -41,6 +46,8 @@ __all__ = [
     "Interrupted",
     "Link",
     "LinkRow",
+    "LossRow",
+    "Metric",
     "Model",
     "ModelRow",
     "Parcels",
@@ -52,6 +59,7 @@ __all__ = [
     "Sent",
     "Simulator",
     "Strategy",
+    "Task",
     "TrainedNetwork",
     "UserError",
     "Variables",
@@ -65,6 +73,7 @@ __all__ = [
     "run",
     "run_together",
     "strategies",
+    "tasks",
     "transforms",
     "trees",
 ]

@@ -56,7 +56,7 @@ def gradient(model: Model, variables: Variables, x: jax.Array, y: jax.Array) -> 
     """The gradient of the mean loss of one batch, x [B, ...] and y [B], with respect to the parameters."""
     params, state = local.trained_and_state(variables)
     batch = local.Batch(x, y, jnp.ones(y.shape, jnp.float32))
-    loss = local.cross_entropy(model)
+    loss = local.supervised(model)
     return jax.grad(lambda params: loss(params, state, batch, random_key(0))[0])(params)
 
 

@@ -123,6 +123,8 @@ def attack(
             raise UserError("replacement needs images, which carry its trigger: choose another attack for this dataset")
         if not 0 <= target < problem.num_classes:
             raise UserError(f"target={target} is no class: choose one of 0..{problem.num_classes - 1}")
+    if kind in ("label_flip", "replacement") and "classes" not in problem.model.task.provides:
+        raise UserError(f"attack={kind} changes classes, but the task is {problem.model.task.name}: choose another one")
     message = KINDS[kind]
 
     def is_attacker(client: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     """B samples. ``mask`` is 1 for samples and 0 for the padding of a smaller last batch."""
 
     x: jax.Array  # [B, ...]
-    y: jax.Array  # [B] int32
+    y: jax.Array  # [B, ...] targets, [B] int32 for a class per sample
     mask: jax.Array  # [B] float32
     position: jax.Array | None = None  # [B] int32, position among the client's samples: 0..size-1
 
@@ -34,7 +34,7 @@ class Order(NamedTuple):
 
     position: jax.Array  # [P] int32, position among the client's samples: 0..size-1
     row: jax.Array  # [P] int32, row of all samples
-    y: jax.Array  # [P] int32
+    y: jax.Array | None  # [P]; None if a target is more than a number, and is looked up in its step
 
 
 class Metrics(NamedTuple):
@@ -250,14 +250,19 @@ def shuffle(key: jax.Array, size: jax.Array, max_size: int) -> jax.Array:
     return jnp.argsort(jnp.where(position < size, draw, 2.0 + position.astype(jnp.float32)))
 
 
-def cross_entropy(model: Model) -> Loss:
-    """The mean cross-entropy over the samples of a batch."""
+def supervised(model: Model) -> Loss:
+    """The loss of the task, such as the cross-entropy: its mean over the samples of a batch."""
 
     def loss(params: Any, state: Variables, batch: Batch, key: jax.Array) -> tuple[jax.Array, Variables]:
-        logits, state = model.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-        return masked_mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch.y), batch.mask), state
+        outputs, state = model.train_apply(params, state, batch.x, mask=batch.mask, key=key)
+        return task_loss(model, outputs, batch), state
 
     return loss
+
+
+def task_loss(model: Model, outputs: jax.Array, batch: Batch) -> jax.Array:
+    """The mean loss of the task over the samples of a batch, for outputs [B, ...] of the network in training."""
+    return masked_mean(model.task.objective(outputs, batch.y, batch.mask), batch.mask)
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -324,7 +329,7 @@ def train(
       variables: initial variables.
       data: the client's data.
       key: the client's key of this round.
-      loss: the loss of one batch. Default: `cross_entropy`.
+      loss: the loss of one batch. Default: `supervised`.
       optimizer: initialised in every round. Default: that of ``setting``.
       gradient: gradient of the loss. Default: that of ``setting``.
 
@@ -335,7 +340,7 @@ def train(
     def training(loss: Loss, variables: Variables) -> tuple[Variables, Metrics]:
         return run(sgd(loss, setting, optimizer=optimizer, gradient=gradient), setting, variables, data, key)
 
-    return model.train_compact(variables, loss or cross_entropy(model), training)
+    return model.train_compact(variables, loss or supervised(model), training)
 
 
 def run(
@@ -402,7 +407,8 @@ def _in_order(setting: LocalSetting, data: ClientData, key: jax.Array) -> Order:
     length = -(-setting.max_size // setting.batch_size) * setting.batch_size
     position = order[jnp.minimum(jnp.arange(length, dtype=jnp.int32), data.size - 1)]
     row = jnp.asarray(data.index)[data.offset + position]
-    return Order(position, row, jnp.asarray(data.samples.y)[row])
+    y = jnp.asarray(data.samples.y)
+    return Order(position, row, y[row] if y.ndim == 1 else None)
 
 
 def _batch(setting: LocalSetting, data: ClientData, order: Order, number: jax.Array | int, key: jax.Array) -> Batch:
@@ -411,7 +417,8 @@ def _batch(setting: LocalSetting, data: ClientData, order: Order, number: jax.Ar
     mine = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, setting.batch_size), order)
     mask = (start + jnp.arange(setting.batch_size, dtype=jnp.int32) < data.size).astype(jnp.float32)
     change = None if setting.augment is None else functools.partial(setting.augment, jax.random.fold_in(key, 1))
-    return Batch(gather(data.samples, mine.row, change=change), mine.y, mask, mine.position)
+    y = jnp.asarray(data.samples.y)[mine.row] if mine.y is None else mine.y
+    return Batch(gather(data.samples, mine.row, change=change), y, mask, mine.position)
 
 
 def _count(metrics: Metrics, loss: jax.Array, mask: jax.Array) -> Metrics:
@@ -426,11 +433,11 @@ def _count(metrics: Metrics, loss: jax.Array, mask: jax.Array) -> Metrics:
 
 
 class Score(NamedTuple):
-    """Sums over test samples; scalars, or [D] with one entry per device."""
+    """Sums over test samples; with a leading axis [D] or [N] for several devices or clients."""
 
-    correct: jax.Array  # correctly classified samples
-    loss: jax.Array  # sum of the cross-entropy in nats
-    count: jax.Array  # samples
+    metrics: dict[str, Any]  # the sums of each metric of the task, by its name
+    loss: jax.Array  # scalar, sum of the task's loss
+    count: jax.Array  # scalar, samples
 
 
 def evaluation_batch() -> int:
@@ -449,7 +456,7 @@ def evaluate(model: Model, variables: Variables, samples: Samples, mask: jax.Arr
         return trees.add(total, score_batch(model, variables, samples, rows, mask[rows])), None
 
     rows = jnp.arange(samples.y.shape[0], dtype=jnp.int32).reshape(-1, batch_size)
-    start = Score(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+    start = no_score(model, variables, samples, rows[0], mask[rows[0]])
     return jax.lax.scan(step, start, rows)[0]
 
 
@@ -461,29 +468,30 @@ def score(model: Model, variables: Variables, data: ClientData, *, batch_size: i
         rows = data.index[data.offset + jnp.minimum(position, data.size - 1)]
         return trees.add(total, score_batch(model, variables, data.samples, rows, position < data.size))
 
-    start = Score(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+    rows = jnp.zeros(batch_size, jnp.int32)
+    start = no_score(model, variables, data.samples, rows, rows > 0)
     return jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, step, start)
 
 
 def held_out_loss(model: Model, variables: Variables, data: ClientData, *, batch_size: int) -> jax.Array:
-    """The mean cross-entropy in nats on a client's validation samples, or on its training samples if it has none."""
+    """The mean loss of the task on a client's validation samples, or on its training samples if it has none."""
     total = score(model, variables, validation(data), batch_size=batch_size)
     return total.loss / jnp.maximum(total.count, 1.0)
 
 
 def outputs(model: Model, variables: Variables, samples: Samples, rows: Array) -> jax.Array:
-    """The logits [R, C] of the sample ``rows`` [R], in evaluation mode."""
+    """The outputs [R, ...] of the network for the sample ``rows`` [R], in evaluation mode: [R, C] logits of classes."""
     count = rows.shape[0]
     size = min(evaluation_batch(), count)
     batches = jnp.resize(rows, (-(-count // size), size))  # the last batch is padded
-    logits = jax.lax.map(lambda rows: model.apply(variables, gather(samples, rows)), batches)
-    return logits.reshape(-1, logits.shape[-1])[:count]
+    made = jax.lax.map(lambda rows: model.apply(variables, gather(samples, rows)), batches)
+    return made.reshape(-1, *made.shape[2:])[:count]
 
 
 def client_outputs(model: Model, variables: Variables, data: ClientData, max_size: int) -> jax.Array:
-    """The logits of a client's training samples, in evaluation mode. Rows from its size on are zeros or repetitions.
+    """The outputs for a client's training samples, in evaluation mode. Rows from its size on are zeros or repetitions.
 
-    Only the batches with samples are computed: [max_size rounded up to complete batches, C].
+    Only the batches with samples are computed: [max_size rounded up to complete batches, ...].
     """
     batch_size = min(evaluation_batch(), max_size)
     shape = jax.eval_shape(lambda: model.apply(variables, gather(data.samples, jnp.zeros(batch_size, jnp.int32))))
@@ -500,8 +508,14 @@ def client_outputs(model: Model, variables: Variables, data: ClientData, max_siz
 
 def score_batch(model: Model, variables: Variables, samples: Samples, rows: jax.Array, mask: jax.Array) -> Score:
     """The sums over the sample ``rows`` [B] where ``mask`` [B] is 1."""
-    logits = model.apply(variables, gather(samples, rows))
-    labels, true = jnp.asarray(samples.y)[rows], mask.astype(jnp.float32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
-    return Score(jnp.sum(correct * true), jnp.sum(losses * true), jnp.sum(true))
+    task, outputs = model.task, model.apply(variables, gather(samples, rows))
+    targets, true = jnp.asarray(samples.y)[rows], mask.astype(jnp.float32)
+    losses = task.loss(outputs, targets, true)
+    sums = {metric.name: metric.sums(task, outputs, targets, true) for metric in task.metrics}
+    return Score(sums, jnp.sum(losses * true), jnp.sum(true))
+
+
+def no_score(model: Model, variables: Variables, samples: Samples, rows: jax.Array, mask: jax.Array) -> Score:
+    """The sums over no samples: zeros in the form of `score_batch`. Nothing is computed."""
+    shapes = jax.eval_shape(lambda: score_batch(model, variables, samples, rows, mask))
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -32,16 +32,16 @@ class Pair(NamedTuple):
 
 
 Difference = Callable[[jax.Array, jax.Array], jax.Array]
-"""(logits of a network [B, C], constant logits of the other network [B, C]) -> difference [B]."""
+"""(outputs of a network [B, ...], constant outputs of the other network [B, ...]) -> difference [B]."""
 
 
-def divergence(logits: jax.Array, other: jax.Array) -> jax.Array:
-    """KL(probabilities of ``other`` || probabilities of ``logits``) [B] for logits [B, C]."""
-    return optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), jax.nn.log_softmax(other))
+def mutual_loss(models: Pair, weights: Pair, *, difference: Difference | None = None) -> Loss:
+    """The sum of the losses of both networks. Its ``params`` and ``state`` are pairs.
 
-
-def mutual_loss(models: Pair, weights: Pair, *, difference: Difference = divergence) -> Loss:
-    """The sum of the losses of both networks. Its ``params`` and ``state`` are pairs."""
+    The default difference is that of the task: KL(probabilities of the other || own probabilities) for classes.
+    """
+    task = models.first.task
+    difference = difference or task.divergence
 
     def loss(params: Pair, state: Pair, batch: Batch, key: jax.Array) -> tuple[jax.Array, Pair]:
         (first, first_state), (second, second_state) = (
@@ -50,7 +50,7 @@ def mutual_loss(models: Pair, weights: Pair, *, difference: Difference = diverge
         )
 
         def one(logits: jax.Array, other: jax.Array, weights: Weights) -> jax.Array:
-            supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            supervised = task.objective(logits, batch.y, batch.mask)
             return weights.supervised * supervised + weights.mutual * difference(logits, jax.lax.stop_gradient(other))
 
         losses = one(first, second, weights.first) + one(second, first, weights.second)
@@ -67,7 +67,7 @@ def train_pair(
     key: jax.Array,
     *,
     weights: Pair,
-    difference: Difference = divergence,
+    difference: Difference | None = None,
 ) -> tuple[Pair, Metrics]:
     """Train two networks on the same batches, each with its own optimizer state. Consumes ``key``.
 
@@ -78,7 +78,7 @@ def train_pair(
       data: the client's data.
       key: the client's key of this round.
       weights: the `Weights` of each network's loss.
-      difference: the mutual term, a function of the logits of both networks.
+      difference: the mutual term, a function of the outputs of both networks. Default: see `mutual_loss`.
 
     Returns:
       The trained pair and the metrics, whose loss is the sum over both networks.

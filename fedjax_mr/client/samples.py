@@ -39,7 +39,7 @@ class Samples(NamedTuple):
     """
 
     x: Array  # [M, ...], or [M, rows, row] after `in_rows`; uint8, float32 or int32 (tokens)
-    y: Array  # [M] int32
+    y: Array  # [M, ...] targets in the form of the task: [M] int32 for a class per sample
     scale: Array  # [channels] or [1]
     shift: Array  # [channels] or [1]
     shape: Shape | None = None  # shape of one sample if x is in rows

@@ -16,6 +16,7 @@ from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.data.sources.text import from_texts
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.registry import Registry
+from fedjax_mr.tasks import TASKS
 
 __all__ = [
     "SOURCES", "Dataset", "FederatedData", "Split", "federate", "from_arrays", "from_texts", "is_file", "load",
@@ -64,6 +65,7 @@ def load(
     offline: bool = False,
     tokenizer: str | None = None,
     text_length: int = 48,
+    task: str | None = None,
 ) -> Dataset:
     """Load the samples of a dataset.
 
@@ -75,20 +77,27 @@ def load(
       offline: whether downloads are forbidden.
       tokenizer: a folder with the tokenizer of texts. Default: hashed words.
       text_length: tokens of a text.
+      task: a name of `tasks.TASKS`. Default: that of the source, which is classification for most.
 
     Raises:
-      UserError: the name is unknown, files are missing or damaged, or the samples cannot be trained on.
+      UserError: the name or the task is unknown, files are missing or damaged, the samples cannot be trained on, or
+        the source has no targets for the task.
     """
     name = os.fspath(name)
     if registry.is_supplied(name):
         raise registry.not_passed("dataset", name)
     base = name.partition("/")[0]
+    if task is not None and task not in TASKS:
+        raise unknown_name("task", task, TASKS)
     if label_mode not in LABEL_MODES.get(base, ("fine",)):
         raise UserError(f"{name} has no {label_mode} labels; only {', '.join(LABEL_MODES)} has label_mode={label_mode}")
     try:
-        return _read(DataRequest(name, data_dir, label_mode, offline, tokenizer, text_length))
+        dataset = _read(DataRequest(name, data_dir, label_mode, offline, tokenizer, text_length, task))
     except PermissionError as error:
         raise UserError(f"{error.filename} cannot be read: this user has no permission") from None
+    if task is not None and dataset.task.name != task:
+        raise UserError(f"{name} has targets for {dataset.task.name}, not for task={task}: leave it out")
+    return dataset
 
 
 def _read(request: DataRequest) -> Dataset:
@@ -99,7 +108,7 @@ def _read(request: DataRequest) -> Dataset:
     if name.endswith(text.SUFFIXES):
         return text.load_file(name, request).check()
     if is_file(name):
-        return arrays.load(name)
+        return arrays.load(name, task=request.task)
     if name not in SOURCES and Path(name).exists():
         raise UserError(f"{name} is not a dataset: convert your data to an .npz file with the arrays x and y")
     if (name != base and base != "emnist") or base not in SOURCES:

@@ -98,7 +98,8 @@ def federate(
         )
     dataset.check()
     notes = [*inputs.notes(dataset)]
-    if (dataset.y == dataset.y[0]).all():
+    groups, _, _ = dataset.groups()
+    if "classes" in dataset.task.provides and (dataset.y == dataset.y[0]).all():
         notes.append(
             f"all {len(dataset.y)} training samples of {dataset.name} have label {dataset.y[0]}, so there is nothing "
             "to learn, whatever the accuracy is"
@@ -129,6 +130,11 @@ def federate(
                 f"partition={partition!r} ignores the {len(dataset.client_names)} natural clients of {dataset.name}; "
                 "partition='natural' with clients=0 takes all of them"
             )
+        if row.by_label and dataset.task.strata(dataset.y[:1]) is None:
+            raise UserError(
+                f"partition {partition!r} divides samples by their labels, but the task {dataset.task.name} has none: "
+                "use iid or quantity, or natural if the samples have clients"
+            )
         if "domain" in row.gets and dataset.domain is None:
             raise UserError(f"partition {partition!r} needs domains, but {dataset.name} has none")
         public = np.sort(_stream(seed, "public").choice(len(dataset.y), public_size, replace=False))
@@ -145,7 +151,7 @@ def federate(
             )
         facts = {"domain": None if dataset.domain is None else dataset.domain[pool], "report": notes.append}
         arguments = {name: facts[name] for name in row.gets} | ({} if settings is None else vars(settings))
-        division = Split.of(row.divide(dataset.y[pool], total, rng=_stream(seed, "partition"), **arguments))
+        division = Split.of(row.divide(groups[pool], total, rng=_stream(seed, "partition"), **arguments))
         train = division._replace(index=pool.astype(np.int32)[division.index]) if public_size else division
         named = partition == "domain" and train.sizes.all()  # a client without samples has no domain
         owned = _Owned(train, None, public, _names_by_domain(dataset, train) if named else ())
@@ -319,7 +325,7 @@ def _split(owned: Split, validation_share: float, test_share: float, seed: int) 
 
 
 def _matching(dataset: Dataset, owned: Split, seed: int) -> Split:
-    labels, test_labels, count = dataset.y, dataset.test_y, dataset.num_classes
+    labels, test_labels, count = dataset.groups()
     if dataset.domain is not None and dataset.test_domain is not None:  # each label of each domain
         labels, test_labels = labels + count * dataset.domain, test_labels + count * dataset.test_domain
         count *= len(dataset.domain_names)

@@ -10,12 +10,13 @@ import numpy as np
 from fedjax_mr import files, untrusted
 from fedjax_mr.data.federated import Dataset
 from fedjax_mr.errors import UserError
+from fedjax_mr.tasks import Classification, Task, of_facts, with_metrics
 
 FILE = "samples.json"
 DTYPES = ("uint8", "float32", "int32")
 _SCHEMA = {
     "name": str, "shape": [int], "dtype": str, "num_classes": int, "mean": [float], "std": [float], "low": float,
-    "high": float, "vocabulary?": int,
+    "high": float, "vocabulary?": int, "task?": dict, "categories?": [int],
 }  # fmt: skip
 MARGIN = 1.0  # how far float samples may lie outside the range of the training samples, in multiples of the range
 
@@ -32,6 +33,8 @@ class Facts:
       mean, std: see `Dataset`.
       low, high: the smallest and the largest value of the training samples.
       vocabulary: number of different tokens. 0 if the samples are not tokens.
+      task: what was learned. None: a class per sample.
+      categories: see `Dataset`.
     """
 
     name: str
@@ -43,6 +46,13 @@ class Facts:
     low: float
     high: float
     vocabulary: int = 0
+    task: Task | None = None
+    categories: tuple[int, ...] = ()
+
+    @property
+    def learned(self) -> Task:
+        """What was learned."""
+        return self.task or with_metrics(Classification(width=self.num_classes))
 
     @classmethod
     def of(cls, dataset: Dataset) -> "Facts":
@@ -51,6 +61,7 @@ class Facts:
         return cls(
             dataset.name, tuple(x.shape[1:]), x.dtype.name, dataset.num_classes, tuple(map(float, dataset.mean)),
             tuple(map(float, dataset.std)), float(x.min()), float(x.max()), dataset.vocabulary,
+            None if type(dataset.task) is Classification else dataset.task, dataset.categories,
         )  # fmt: skip
 
     def save(self, folder: Path) -> None:
@@ -60,7 +71,11 @@ class Facts:
 
     def text(self) -> str:
         """The facts as JSON, which `parse` reads."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        task, categories = values.pop("task"), values.pop("categories")
+        values |= {} if task is None else {"task": task.facts()}
+        values |= {"categories": categories} if categories else {}  # files of classification are as they always were
+        return json.dumps(values, indent=2)
 
     @classmethod
     def parse(cls, text: str) -> "Facts":
@@ -70,7 +85,8 @@ class Facts:
           ValueError, TypeError: the text holds anything else.
         """
         values = untrusted.parse_json(text, _SCHEMA)
-        facts = cls(**values | {name: tuple(values[name]) for name in ("shape", "mean", "std")})
+        values |= {name: tuple(values[name]) for name in ("shape", "mean", "std", "categories") if name in values}
+        facts = cls(**values | ({"task": of_facts(values["task"])} if "task" in values else {}))
         if facts.dtype not in DTYPES or facts.num_classes < 1:
             raise ValueError(f"samples cannot be {facts.dtype} with {facts.num_classes} classes")
         if not all(facts.std) or facts.low > facts.high or min((*facts.shape, 1)) < 1:  # LEAF's FEMNIST has std < 0
@@ -93,14 +109,16 @@ class Facts:
             raise UserError(f"{path} is damaged ({error})") from None
 
     def dataset(self, count: int) -> Dataset:
-        """A placeholder dataset of this kind, with ``count`` labels and one sample, all zeros.
+        """A placeholder dataset of this kind, with ``count`` targets and one sample, all zeros.
 
         It replaces the real dataset where only shapes are needed. It cannot be trained on.
         """
-        x, y = np.zeros((1, *self.shape), self.dtype), np.zeros(count, np.int32)
+        task, x = self.learned, np.zeros((1, *self.shape), self.dtype)
+        y = np.zeros((count, *task.target_shape(self.shape)), task.dtype)
         return Dataset(
-            self.name, x, y, x, y[:1], self.num_classes, mean=self.mean, std=self.std, vocabulary=self.vocabulary
-        )
+            self.name, x, y, x, y[:1], mean=self.mean, std=self.std, vocabulary=self.vocabulary, task=task,
+            categories=self.categories,
+        )  # fmt: skip
 
     def samples(self, x: Any) -> np.ndarray:
         """Check that samples are of this kind, and return them [n, ...] in the source's dtype.

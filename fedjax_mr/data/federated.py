@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_mr import registry
 from fedjax_mr.data import inputs
 from fedjax_mr.errors import UserError
+from fedjax_mr.tasks import Classification, Task, with_metrics
 
 COUNTED_TOGETHER = 65_536  # clients whose labels are counted at a time, so that the table of a million takes no more
 MOST_CLASSES = 100_000  # memory grows with it: label counts are [N, C], and the head of a network has C outputs
@@ -26,6 +27,7 @@ class DataRequest(NamedTuple):
       offline: whether internet access is forbidden.
       tokenizer: folder with the tokenizer of texts, see `tokens.encode`. None means hashed words.
       text_length: tokens of a text, T.
+      task: a name of `tasks.TASKS`. None means that of the source.
     """
 
     name: str
@@ -34,6 +36,7 @@ class DataRequest(NamedTuple):
     offline: bool = False
     tokenizer: str | None = None
     text_length: int = 48
+    task: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +46,9 @@ class Dataset:
     Attributes:
       name: name of the dataset.
       x: [M, ...] training samples: uint8 or float32 images and vectors, int32 token sequences.
-      y: [M] int32 labels in 0..C-1.
+      y: [M, ...] targets in the form of the task: for classification [M] int32 labels in 0..C-1.
       test_x, test_y: the global test set.
-      num_classes: C.
+      num_classes: C, classes, or for other tasks the width of the network's output. 0: that of the task.
       mean, std: normalisation, per channel or one number: a batch becomes (pixel - mean) / std inside the compiled
         step. They refer to pixels in 0..1 for uint8, and to the values as they are for float32.
       client: [M] int32, the natural client of each training sample, or None. -1: it has none.
@@ -55,6 +58,8 @@ class Dataset:
       test_domain: [T] int32, the domain of each test sample, or None.
       domain_names: names of the domains by number.
       vocabulary: number of different tokens. 0 if x does not hold tokens.
+      task: what is learned. Default: classification.
+      categories: for each column of a table, the number of its categories, or 0 if it holds numbers. (): no table.
     """
 
     name: str
@@ -62,7 +67,7 @@ class Dataset:
     y: np.ndarray
     test_x: np.ndarray
     test_y: np.ndarray
-    num_classes: int
+    num_classes: int = 0
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     client: np.ndarray | None = None
@@ -72,13 +77,21 @@ class Dataset:
     domain: np.ndarray | None = None
     test_domain: np.ndarray | None = None
     domain_names: tuple[str, ...] = ()
+    task: Task = None  # type: ignore[assignment]  # never None after `__post_init__`
+    categories: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        task = Classification(width=self.num_classes) if self.task is None else self.task
+        object.__setattr__(self, "task", with_metrics(task))
+        object.__setattr__(self, "num_classes", self.task.width)
 
     def __repr__(self) -> str:
+        what = f"{self.num_classes} classes" if "classes" in self.task.provides else self.task.name
         shape = "x".join(map(str, self.x.shape[1:])) or "scalars"
         clients = f", {len(self.client_names)} clients" if self.client_names else ""
         return (
             f"Dataset({self.name}: {len(self.y)} training and {len(self.test_y)} test samples, {shape} of "
-            f"{self.x.dtype}, {self.num_classes} classes{clients})"
+            f"{self.x.dtype}, {what}{clients})"
         )
 
     def check(self) -> "Dataset":
@@ -102,10 +115,7 @@ class Dataset:
                 raise UserError(f"{where} is empty")
             if not x[:1].size:
                 raise UserError(f"{where} has samples of shape {x.shape[1:]}, which hold no values")
-            if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-                raise UserError(f"{where} needs one integer label per sample, not {y.dtype} of shape {y.shape}")
-            if bad := first_position((y < 0) | (y >= self.num_classes)):
-                raise UserError(f"{where} has label {y[bad[0]]} in row {bad[0]}, outside 0..{self.num_classes - 1}")
+            self.task.check(x, y, where)
             inputs.refuse_not_finite(where, x)
         if self.x.shape[1:] != self.test_x.shape[1:]:
             raise UserError(
@@ -117,7 +127,8 @@ class Dataset:
 
     def fingerprint(self) -> str:
         """Digest of the labels and of some samples: it distinguishes datasets, their versions and orders of samples."""
-        digest = hashlib.sha256(f"{self.x.shape}{self.x.dtype}{self.num_classes}".encode())
+        task = "" if "classes" in self.task.provides else self.task.facts()
+        digest = hashlib.sha256(f"{self.x.shape}{self.x.dtype}{self.num_classes}{task}".encode())
         selected = self.x[:: max(1, len(self.x) // 256)]
         for part in (self.y, self.test_y, selected):
             digest.update(np.ascontiguousarray(part).tobytes())
@@ -128,7 +139,8 @@ class Dataset:
 
         The hash covers all samples and labels, the clients, the domains and the normalisation, but not the name.
         """
-        facts = (self.num_classes, self.mean, self.std, self.client_names, self.vocabulary)
+        facts: tuple[Any, ...] = (self.num_classes, self.mean, self.std, self.client_names, self.vocabulary)
+        facts += () if "classes" in self.task.provides else (self.task.facts(), self.categories)
         digest = hashlib.sha256(repr(facts).encode())
         of_domains = (self.domain, self.test_domain)
         for part in (self.x, self.y, self.test_x, self.test_y, self.client, self.test_client, *of_domains):
@@ -136,6 +148,12 @@ class Dataset:
                 digest.update(f"{part.shape}{part.dtype}".encode())
                 digest.update(np.ascontiguousarray(part).data)
         return registry.supplied_name(self.name, digest.hexdigest())
+
+    def groups(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """The group of each training and test sample, and their number: classes, or `Task.strata`; else one group."""
+        both = np.concatenate([self.y, self.test_y])
+        groups, count = self.task.strata(both) or (np.zeros(len(both), np.int32), 1)
+        return groups[: len(self.y)], groups[len(self.y) :], count
 
     def take(self, rows: np.ndarray, test_rows: np.ndarray) -> "Dataset":
         """Select training rows and test rows, both in increasing order."""
@@ -241,7 +259,7 @@ class Public(NamedTuple):
     """Public samples held by the server. No client trains on them."""
 
     x: np.ndarray  # [P, ...]
-    y: np.ndarray | None  # [P] int32, or None if unlabelled
+    y: np.ndarray | None  # [P, ...] targets, or None if unlabelled
 
 
 class Labelled(NamedTuple):
@@ -336,8 +354,9 @@ class FederatedData:
         return Split(index, train.offsets + kept.offsets)
 
     def label_counts(self) -> np.ndarray:
-        """Training samples per client and class [N, C]."""
-        return self.train.label_counts(self.dataset.y, self.dataset.num_classes)
+        """Training samples per client and class [N, C], or per client and group, see `Dataset.groups`."""
+        groups, _, count = self.dataset.groups()
+        return self.train.label_counts(groups, count)
 
     def hash(self) -> str:
         """Digest of the samples and of their division."""

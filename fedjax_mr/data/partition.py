@@ -450,12 +450,14 @@ class Partitioner(NamedTuple):
       settings: the dataclass of its settings, declared with `field`. Default: there are none.
       gets: further arguments of ``divide``: ``domain``, the domain of each sample [M], and ``report`` (see `Report`).
       with_replacement: whether clients may share samples.
+      by_label: whether it divides samples by their labels, which some tasks do not have.
     """
 
     divide: Callable[..., Parts | Split]
     settings: type | None = None
     gets: tuple[str, ...] = ()
     with_replacement: bool = False
+    by_label: bool = False
 
 
 def check_row(name: str, row: Any) -> None:
@@ -474,15 +476,15 @@ def check_row(name: str, row: Any) -> None:
 
 _OURS: dict[str, Partitioner] = {
     "iid": Partitioner(iid),
-    "dirichlet": Partitioner(dirichlet, Dirichlet, ("report",)),
-    "dirichlet_size": Partitioner(dirichlet_size, DirichletSize, ("report",)),
-    "shards": Partitioner(shards, Shards, ("report",)),
-    "classes": Partitioner(classes, Classes, ("report",)),
+    "dirichlet": Partitioner(dirichlet, Dirichlet, ("report",), by_label=True),
+    "dirichlet_size": Partitioner(dirichlet_size, DirichletSize, ("report",), by_label=True),
+    "shards": Partitioner(shards, Shards, ("report",), by_label=True),
+    "classes": Partitioner(classes, Classes, ("report",), by_label=True),
     "quantity": Partitioner(quantity, Quantity, ("report",)),
     "bootstrap": Partitioner(bootstrap, Bootstrap, with_replacement=True),
-    "bootstrap_dirichlet": Partitioner(bootstrap_dirichlet, BootstrapDirichlet, with_replacement=True),
+    "bootstrap_dirichlet": Partitioner(bootstrap_dirichlet, BootstrapDirichlet, with_replacement=True, by_label=True),
     "domain": Partitioner(domain, Dirichlet, ("domain", "report")),
-    "dirichlet_domain": Partitioner(dirichlet_domain, Dirichlet, ("domain", "report")),
+    "dirichlet_domain": Partitioner(dirichlet_domain, Dirichlet, ("domain", "report"), by_label=True),
     "natural": Partitioner(natural),
 }
 PARTITIONS = Registry("partition", "fmr.PARTITIONS", check_row, _OURS)

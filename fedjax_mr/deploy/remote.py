@@ -40,6 +40,7 @@ from fedjax_mr.models import Model
 from fedjax_mr.settings import LARGEST_INT32
 from fedjax_mr.strategies import Problem, Strategy
 from fedjax_mr.strategies.interface import Info, LayerExchange
+from fedjax_mr.tasks import METRICS
 
 
 class RemoteClients:
@@ -73,7 +74,12 @@ class RemoteClients:
         if self.exchange is not None and manager.policy.lost == "untrained":
             raise UserError("an exchange of layers needs all clients of the round: use --lost=wait or --lost=stop")
         self._sent, self._answer = jax.eval_shape(self._one_client, self._constants)
-        score = jax.eval_shape(lambda: Score(*jnp.zeros(3)))
+        task = problem.model.task
+        outputs = jnp.zeros((1, *task.outputs(problem.model.input_shape)))
+        targets = jnp.zeros((1, *task.target_shape(problem.model.input_shape)), task.dtype)
+        zero = jnp.zeros(())
+        sums = lambda: {each.name: each.sums(task, outputs, targets, jnp.zeros(1)) for each in task.metrics}
+        score = jax.eval_shape(lambda: Score(sums(), zero, zero))
         self._scores = {"test": score, "validation": score, "architecture": jax.ShapeDtypeStruct((), np.int32)}
         if manager.policy.lost == "untrained":
             self._check_untrained()
@@ -83,7 +89,7 @@ class RemoteClients:
         numbers |= {"architectures": np.asarray(problem.architectures), "memory_key": np.asarray(memory_key)}
         public = {} if federated.public is None else {"x": federated.public.x}
         if federated.public is not None and federated.public.y is not None:
-            public["y"] = np.asarray(federated.public.y, np.int32)
+            public["y"] = np.asarray(federated.public.y, federated.dataset.task.dtype)
         manager.begin({"federation": numbers, "public": public})
 
     def resume(self, folder: Path, done: int) -> None:
@@ -273,8 +279,12 @@ class RemoteClients:
         member, networks = self.manager.members[client], len(self._constants.problem.model.networks)
         scores = wire.unpack(reply.get("scores", {}), self._scores, who="its test", finite=False)
         for score, size in ((scores["test"], member.test_size), (scores["validation"], member.validation_size)):
-            if not 0 <= score.correct <= score.count <= size:
-                raise UserError(f"its test reports {score.correct:g} of {score.count:g} samples, but it has {size}")
+            if not 0 <= score.count <= size:
+                raise UserError(f"its test reports {score.count:g} samples, but it has {size}")
+            for metric, value in self._constants.problem.model.task.values(score.metrics).items():
+                fraction = METRICS[metric].unit == "fraction" if metric in METRICS else False
+                if fraction and not np.all(np.isnan(value) | ((value >= 0) & (value <= 1))):
+                    raise UserError(f"its test reports {metric} {np.max(value):g}, which is not between 0 and 1")
         if not 0 <= scores["architecture"] < networks:
             raise UserError(f"its test is of network {scores['architecture']}, but there are {networks}")
         return scores
@@ -297,7 +307,7 @@ class RemoteClients:
         )  # no samples tested, so the accuracy is NaN
         rows = [answers.get(client, absent) for client in range(problem.num_clients)]
         found = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
-        return clients_of(found["test"], found["validation"], found["architecture"])
+        return clients_of(problem.model.task, found["test"], found["validation"], found["architecture"])
 
 
 def too_large(tree: Any) -> list[str]:

@@ -20,10 +20,21 @@ from fedjax_mr.models.base import Model, Variables
 
 
 class Tested(NamedTuple):
-    """Test results: scalars for one model, [K] for K models."""
+    """Test results of one model, or with a leading axis [K] of K models."""
 
-    accuracy: np.ndarray  # fraction of the test samples
-    loss: np.ndarray  # mean cross-entropy in nats
+    metrics: dict[str, Any]  # the value of each metric of the task, by its name
+    loss: np.ndarray  # mean loss of the task, such as the cross-entropy in nats
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        """The fraction of the test samples whose class is right.
+
+        Raises:
+          UserError: the task has no accuracy, or it was not asked for.
+        """
+        if "accuracy" not in self.metrics:
+            raise UserError(f"this test has no accuracy: its metrics are {', '.join(self.metrics)}")
+        return self.metrics["accuracy"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +115,13 @@ class Evaluation:
 
     def one(self, variables: Variables) -> Tested:
         """Test one model."""
-        return self._run("test", variables)
+        score = self._run("test", variables)
+        return Tested(self._model.task.values(score.metrics), score.loss / score.count)
 
     def each(self, models: Variables) -> Tested:
         """Test K stacked models with leaves [K, ...]. The results have shape [K]."""
-        return self._run("test_all", models)
+        score = self._run("test_all", models)
+        return Tested(self._model.task.values_of_each(score.metrics), score.loss / score.count)
 
     def compile(self, variables: Variables) -> Programs:
         """Compile the test of one model for a machine that is not present. Nothing is executed."""
@@ -120,12 +133,12 @@ class Evaluation:
         variables = self._place(variables, self.axis.replicated)
         return self.programs.call(name, self._model, variables, self._samples, self._mask)
 
-    def _run(self, name: str, variables: Variables) -> Tested:
+    def _run(self, name: str, variables: Variables) -> Score:
+        """The sums over all devices."""
         per_device = self._per_device(name, variables)
         if not self._mask.is_fully_addressable:
             per_device = jax.device_put(per_device, self.axis.replicated)
-        correct, loss, count = (np.asarray(leaf, np.float64).sum(axis=0) for leaf in per_device)
-        return Tested(correct / count, loss / count)
+        return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64).sum(axis=0), per_device)
 
 
 def backdoor_test(samples: Samples, target: int) -> tuple[Samples, np.ndarray]:

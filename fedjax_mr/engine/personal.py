@@ -14,6 +14,7 @@ from fedjax_mr.client.local import Score
 from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.data.federated import FederatedData, Split
 from fedjax_mr.engine.clients import ClientAxis, map_clients
+from fedjax_mr.engine.evaluation import Tested
 from fedjax_mr.engine.placement import HostMemory, place, rows_of
 from fedjax_mr.engine.program import Programs
 from fedjax_mr.engine.round import PERSONAL, ClientRow, CohortPlan, Federation, Progress, RunConstants, round_key
@@ -21,42 +22,68 @@ from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
 from fedjax_mr.strategies.interface import Info, Memory, Problem, State, Strategy
+from fedjax_mr.tasks import Task
 
+SPREADS = ("weighted", "std", "worst10")  # columns about the spread of the first metric over the clients
 CLIENT_BATCH = 64  # test samples per step of one client; most clients have few
 
 
 class Clients(NamedTuple):
-    """Test results of each client's model, each [N]. NaN for a client without such samples."""
+    """Test results of each client's model. NaN for a client without samples for which a metric is defined."""
 
-    accuracy: np.ndarray  # fraction of its test samples
-    loss: np.ndarray  # mean cross-entropy on its test samples in nats
-    count: np.ndarray  # number of its test samples
-    validation: np.ndarray  # fraction of its validation samples
-    validation_loss: np.ndarray  # mean cross-entropy on its validation samples in nats
-    architecture: np.ndarray  # number of its network; 0 if all clients have the same
+    task: Task
+    metrics: dict[str, np.ndarray]  # each metric on its test samples, by name: [N], or [N, C] for one per class
+    loss: np.ndarray  # mean loss of the task on its test samples [N]
+    count: np.ndarray  # number of its test samples [N]
+    validation: dict[str, np.ndarray]  # each metric on its validation samples
+    validation_loss: np.ndarray  # mean loss on its validation samples [N]
+    architecture: np.ndarray  # number of its network [N]; 0 if all clients have the same
+
+    @property
+    def primary(self) -> np.ndarray:
+        """The first metric of the task, such as the accuracy [N]."""
+        return self.metrics[self.task.primary.name]
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        """The fraction of each client's test samples whose class is right [N]; see `Tested.accuracy`."""
+        return np.asarray(Tested(self.metrics, self.loss).accuracy)
 
     def columns(self, prefix: str = "personal") -> dict[str, float]:
         """The columns for a row of metrics. Clients without such samples are left out."""
-        columns, tested = {}, self.count > 0
-        if tested.any():
-            accuracy, shares = self.accuracy[tested], self.count[tested] / self.count.sum()
-            columns = {
-                f"{prefix}_accuracy": accuracy.mean(),  # equal weight for each client, as in the papers
-                f"{prefix}_loss": self.loss[tested].mean(),
-                f"{prefix}_weighted": float(accuracy @ shares),  # equal weight for each sample
-                f"{prefix}_std": accuracy.std(),
-                f"{prefix}_worst10": worst_tenth(accuracy),
-            }
-        if (kept := ~np.isnan(self.validation)).any():
-            before = "" if prefix == "personal" else f"{prefix}_"
-            columns[f"{before}validation_accuracy"] = self.validation[kept].mean()
-            columns[f"{before}validation_loss"] = self.validation_loss[kept].mean()
+        columns, before = {}, "" if prefix == "personal" else f"{prefix}_"
+        if (self.count > 0).any():
+            columns = self._means(self.metrics, self.loss, prefix)  # equal weight for each client, as in the papers
+            known = ~np.isnan(self.primary)
+            values, counts = self.primary[known], self.count[known]
+            if len(values):
+                columns |= {
+                    f"{prefix}_weighted": float(values @ (counts / counts.sum())),  # equal weight for each sample
+                    f"{prefix}_std": values.std(),
+                    f"{prefix}_worst10": worst_tenth(values, higher_is_better=self.task.primary.higher_is_better),
+                }
+        if not np.isnan(self.validation_loss).all():
+            columns |= self._means(self.validation, self.validation_loss, f"{before}validation")
         return {name: float(value) for name, value in columns.items()}
 
+    def _means(self, metrics: dict[str, np.ndarray], loss: np.ndarray, prefix: str) -> dict[str, float]:
+        """The mean of each number over the clients for which it is defined."""
+        columns = {name: values for name, values in metrics.items() if values.ndim < 3} | {"loss": loss}
+        return self.task.columns({name: _mean_of_known(values) for name, values in columns.items()}, f"{prefix}_")
 
-def worst_tenth(values: np.ndarray) -> float:
-    """The mean of the lowest tenth of the values (at least one value)."""
-    return float(np.sort(values)[: math.ceil(len(values) / 10)].mean())
+
+def _mean_of_known(values: np.ndarray) -> Any:
+    """The mean over the clients of values [N] or [N, C] without NaN; NaN if no client has any."""
+    if values.ndim > 1:
+        return np.array([_mean_of_known(column) for column in values.T])
+    known = values[~np.isnan(values)]
+    return known.mean() if len(known) else np.nan
+
+
+def worst_tenth(values: np.ndarray, *, higher_is_better: bool = True) -> float:
+    """The mean of the worst tenth of the values (at least one value)."""
+    ordered = np.sort(values) if higher_is_better else -np.sort(-values)
+    return float(ordered[: math.ceil(len(values) / 10)].mean())
 
 
 class _ClientToTest(NamedTuple):
@@ -155,7 +182,7 @@ class PersonalEvaluation:
         assert federated.validation is not None
         index, offsets = federated.validation
         known = self.rounds.constants.federation.samples
-        x, y = federated.dataset.x[index], np.asarray(federated.dataset.y[index], np.int32)
+        x, y = federated.dataset.x[index], np.asarray(federated.dataset.y[index], federated.dataset.task.dtype)
         samples = Samples(x, y, known.scale, known.shift).in_rows()
         federation = Federation(samples, np.arange(len(index), dtype=np.int32), offsets)
         return self.rounds.constants._replace(federation=place(federation, self.axis.replicated))
@@ -185,15 +212,15 @@ class PersonalEvaluation:
             if not out[2].is_fully_addressable:
                 out = jax.device_put(out, axis.replicated)
             parts.append(jax.tree.map(np.asarray, out))
-        return clients_of(*jax.tree.map(lambda *leaves: np.concatenate(leaves)[:count], *parts))
+        return clients_of(problem.model.task, *jax.tree.map(lambda *leaves: np.concatenate(leaves)[:count], *parts))
 
 
-def clients_of(test: Score, validation: Score, architecture: np.ndarray) -> Clients:
+def clients_of(task: Task, test: Score, validation: Score, architecture: np.ndarray) -> Clients:
     """The results of all clients, from their scores [N]."""
-    correct, loss, count = map(np.asarray, test)
+    metrics, kept = (task.values_of_each(score.metrics) for score in (test, validation))
     with np.errstate(invalid="ignore"):
-        kept, kept_loss = (np.asarray(each) / np.asarray(validation.count) for each in validation[:2])
-        return Clients(correct / count, loss / count, count, kept, kept_loss, architecture)
+        loss, kept_loss = (np.asarray(score.loss) / np.asarray(score.count) for score in (test, validation))
+    return Clients(task, metrics, loss, np.asarray(test.count), kept, kept_loss, architecture)
 
 
 def personal_key(key: jax.Array, round: jax.Array | int, client_id: jax.Array | int) -> jax.Array:

@@ -82,7 +82,7 @@ class Rounds:
         if data_on_host:
             samples, index, offsets = constants.federation
             self._samples = HostSamples(samples.x, samples.y, index, offsets, sharding=axis.sharded)
-            nothing = samples._replace(x=np.zeros(0, np.float32), y=np.zeros(0, np.int32))
+            nothing = samples._replace(x=np.zeros(0, np.float32), y=samples.y[:0])
             constants = constants._replace(federation=Federation(nothing, np.zeros(0, np.int32), offsets))
         if axis.platform == "cpu" and not axis.described:
             constants = shared_by_cpus(constants)

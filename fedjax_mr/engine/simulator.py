@@ -48,9 +48,12 @@ from fedjax_mr.engine.trials import OneTrial
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts
+from fedjax_mr.models.base import with_task
 from fedjax_mr.settings import LARGEST_INT32, bind, check
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.interface import Problem, Strategy
+from fedjax_mr.tasks import Criterion, Metric, Task, with_metrics
+from fedjax_mr.tasks.losses import LOSSES, with_loss
 
 PLACEMENTS = ("auto", "device", "host")
 MOST_MEMORY_OF_CPU = 1_000_000_000  # bytes of the clients' memories on a CPU device; on the host only used rows exist
@@ -78,6 +81,9 @@ class Simulator:
         local: LocalSetting | None = None,
         hyper: Any = None,
         seed: int = 0,
+        task: Task | None = None,
+        loss: str | Criterion | None = None,
+        metrics: Sequence[str | Metric] = (),
         trainable: parts.Trainable | None = None,
         variables: Any = None,
         architectures: Sequence[int] | np.ndarray | None = None,
@@ -101,6 +107,11 @@ class Simulator:
           hyper: the strategy's hyper-parameters, passed to ``build``. Default, if it is registered: its
             dataclass of defaults.
           seed: seed of all random numbers during training. The division of the data has its own seed.
+          task: what is learned. Default: the task of the dataset.
+          loss: the loss in training: a name of `LOSSES`, or a function (outputs [B, ...], targets [B, ...], mask [B])
+            -> [B]. The method adds its own terms to it. Default: that of the task.
+          metrics: the numbers of a test, by name or as objects. The first one is that by which models are judged.
+            Default: those of the task.
           trainable: what trains: patterns of the paths of variables, such as ``classifier/*``, or a predicate of the
             path. All other variables are frozen. Default: all train.
           variables: values of all variables of the network. Default: initialised from the seed.
@@ -140,11 +151,13 @@ class Simulator:
             # Before anything else here starts JAX. Several processes are set up before they join.
             set_up_jax(devices=devices, cohort_size=cohort)
         self.federated = federated
-        self.model = network_of(model, federated.dataset)
+        self.model = network_of(model, federated.dataset, task=task_of(federated, task, loss, metrics))
         if trainable is not None or variables is not None:
             start = jax.random.fold_in(random_key(seed), INIT)
             self.model = parts.partly(self.model, trainable or "*", variables=variables, key=start)
         build = _builder(strategy, hyper)
+        if isinstance(strategy, str):
+            require_task(strategy, hyper, self.model.task)
         if isinstance(strategy, str) and len(self.model.networks) > 1 and not STRATEGIES[strategy].several:
             raise UserError(f"{strategy} needs the same network for all clients, but there are {self.model.name}")
         self._name = name or (strategy if isinstance(strategy, str) else strategy.__module__.rpartition(".")[2])
@@ -214,7 +227,7 @@ class Simulator:
         return state, report
 
     def test(self, state: Progress) -> Tested:
-        """Test accuracy (a fraction) and loss (in nats) of the deployed model on the global test set.
+        """Test the deployed model on the global test set: the metrics of the task, such as ``accuracy``, and the loss.
 
         Raises:
           UserError: the strategy deploys no model.
@@ -342,6 +355,12 @@ class Simulator:
         rule = OPTIMIZERS[local.rule] if isinstance(local.rule, str) else local.rule
         parts = [strategy, hyper, rule, local.augment, local.gradient, local.schedule]
         parts += [network.module for network in networks]
+        task = self.model.task
+        parts += [
+            type(task),
+            task.criterion,
+            *(metric.sums for metric in task.metrics),
+        ]
         ours = (registered is None or STRATEGIES.is_ours(registered)) and not getattr(hyper, "users_code", False)
         ours = ours and all(each is None or is_of_this_package(each) for each in parts if not isinstance(each, str))
         return None if ours else object()
@@ -430,13 +449,63 @@ def _refuse_consumed(state: Progress) -> None:
         raise UserError("this state was consumed by an earlier run(state): use the state that it returned, or init()")
 
 
-def network_of(model: Any, dataset: Dataset, *, init: str = "torch", **options: Any) -> Model:
+def task_of(
+    federated: FederatedData,
+    task: Task | None = None,
+    loss: str | Criterion | None = None,
+    metrics: Sequence[str | Metric] = (),
+    settings: Any = None,
+) -> Task | None:
+    """The task of a federation with a loss and metrics, see `Simulator`; None if all are the defaults.
+
+    Args:
+      federated: the clients' data.
+      task: what is learned. Default: the task of the dataset.
+      loss: the loss in training. Default: that of the task.
+      metrics: the numbers of a test. Default: those of the task.
+      settings: the settings of a loss given by name. Default: its defaults.
+
+    Raises:
+      UserError: the targets do not fit the task, or a loss or metric does not suit it.
+    """
+    if task is None and loss is None and not metrics:
+        return None
+    dataset = federated.dataset
+    if task is not None:
+        if not isinstance(task, Task):
+            raise UserError(f"task= is an fmr.Task, not a {type(task).__name__}")
+        task.check(dataset.x, dataset.y, f"{dataset.name}: the training set")
+        task.check(dataset.test_x, dataset.test_y, f"{dataset.name}: the test set")
+    task = with_metrics(task or dataset.task, metrics)
+    if isinstance(loss, str):
+        if loss not in LOSSES:
+            raise unknown_name("loss", loss, LOSSES)
+        counts = federated.label_counts().sum(axis=0) if "classes" in task.provides else None
+        return with_loss(task, loss, settings, counts)
+    return dataclasses.replace(task, criterion=loss) if loss is not None else task
+
+
+def require_task(name: str, hyper: Any, task: Task) -> None:
+    """Check that a method suits a task.
+
+    Raises:
+      UserError: the method needs something that the task has not, such as a class per sample.
+    """
+    row = STRATEGIES[name]
+    needs = row.needs(row.hyper() if hyper is None and row.hyper else hyper) if callable(row.needs) else row.needs
+    if needs and needs not in task.provides:
+        what = {"classes": "a class per sample"}.get(needs, needs)
+        raise UserError(f"{name} needs {what}, but the task is {task.name}: choose another method")
+
+
+def network_of(model: Any, dataset: Dataset, *, task: Task | None = None, init: str = "torch", **options: Any) -> Model:
     """The network for the samples of a dataset; a `Zoo` if there are several.
 
     Args:
       model: a name in `MODELS`, a Flax module, a `Model`, or a list of them. A `Model` with the input shape of the
         samples is returned unchanged.
       dataset: the samples.
+      task: what is learned. Default: that of a `Model` that has been made for one, else that of the dataset.
       init: initialisation of networks chosen by name, see `models.build`.
       options: ``norm``, ``authors_state`` and ``projection``, see `models.build`.
 
@@ -450,7 +519,7 @@ def network_of(model: Any, dataset: Dataset, *, init: str = "torch", **options: 
                     f"{each.name} returns {each.num_outputs()} logits, but the data need {dataset.num_classes}, one "
                     "per class"
                 )
-        return model
+        return with_task(model, task or (model.task if model.task.metrics else dataset.task))
     tokens = np.issubdtype(dataset.x.dtype, np.signedinteger)
     facts: dict[str, Any] = {
         "input_shape": dataset.x.shape[1:],
@@ -464,7 +533,8 @@ def network_of(model: Any, dataset: Dataset, *, init: str = "torch", **options: 
         else models.of_module(each, **facts)
         for each in several
     ]
-    return networks[0] if len(networks) == 1 else Zoo.of(networks)
+    network = networks[0] if len(networks) == 1 else Zoo.of(networks)
+    return with_task(network, task or dataset.task)
 
 
 def problem_of(
@@ -525,7 +595,7 @@ def rounded_up(size: int) -> int:
 def normalised(dataset: Dataset, x: np.ndarray, y: np.ndarray) -> Samples:
     """Samples with the normalisation of the dataset, (pixel - mean) / std, as a factor and a summand."""
     scale, shift = scale_and_shift(dataset.mean, dataset.std, x.dtype)
-    return Samples(x, np.asarray(y, np.int32), scale, shift).in_rows()
+    return Samples(x, np.asarray(y, dataset.task.dtype), scale, shift).in_rows()
 
 
 def public_samples(federated: FederatedData) -> Samples | None:
@@ -533,7 +603,9 @@ def public_samples(federated: FederatedData) -> Samples | None:
     public = federated.public
     if public is None:
         return None
-    labels = np.zeros(len(public.x), np.int32) if public.y is None else public.y
+    task = federated.dataset.task
+    unknown = np.zeros((len(public.x), *task.target_shape(public.x.shape[1:])), task.dtype)
+    labels = unknown if public.y is None else public.y
     known = normalised(federated.dataset, public.x, labels)
     return known._replace(y=None) if public.y is None else known
 

@@ -11,7 +11,7 @@ from fedjax_mr import registry
 from fedjax_mr.clock import Events
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.round import INIT
-from fedjax_mr.engine.simulator import Simulator, network_of
+from fedjax_mr.engine.simulator import Simulator, network_of, require_task, task_of
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.architectures import architectures, best_networks
@@ -22,14 +22,34 @@ from fedjax_mr.experiment.simulated_time import clients_may_be_late, clock_of
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, adapters, parts
 from fedjax_mr.models.precision import with_precision
+from fedjax_mr.tasks import Task, with_metrics
 
 
-def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = (), variables: Any = None) -> Model:
+def task(config: Config, federated: FederatedData) -> Task:
+    """The task of a configuration with its loss and its metrics.
+
+    Raises:
+      UserError: as `simulator.task_of`.
+    """
+    settings = configuration.loss_settings(config)
+    found = task_of(federated, loss=config.loss, metrics=config.metric_names, settings=settings)
+    return found or federated.dataset.task
+
+
+def build_model(
+    config: Config,
+    dataset: Dataset,
+    *,
+    task: Task | None = None,
+    modules: Sequence[Any] = (),
+    variables: Any = None,
+) -> Model:
     """The network of a configuration for the samples of a dataset; a `Zoo` if there are several.
 
     Args:
       config: the configuration, which names the networks.
       dataset: the samples.
+      task: the task with the loss, see `task`. Default: that of the dataset with the metrics of the configuration.
       modules: user-supplied Flax modules or `Model`s. Default: the networks that the configuration names.
       variables: user-supplied variables of the network. Default: it is initialised from the seed.
 
@@ -37,7 +57,8 @@ def build_model(config: Config, dataset: Dataset, *, modules: Sequence[Any] = ()
       UserError: a network does not fit the samples, or the precision has no effect on it. Raised before compilation.
     """
     options = {"norm": config.norm, "authors_state": config.authors_state, "projection": config.projection}
-    model = network_of(list(modules) or config.networks, dataset, init=config.init, **options)
+    task = task or with_metrics(dataset.task, config.metric_names)
+    model = network_of(list(modules) or config.networks, dataset, task=task, init=config.init, **options)
     if model.precision not in ("float32", config.precision):
         raise UserError(f"{model.name} trains in {model.precision}: add precision={model.precision}, for the record")
     return with_precision(fine_tuned(config, model, variables=variables), config.precision)
@@ -97,6 +118,7 @@ def simulator_of(
       secret: see `chosen`. A simulator that trains needs it.
       changes: arguments of `Simulator` that replace those of the configuration.
     """
+    require_task(config.strategy, configuration.hyper(config), model.task)
     arguments: dict[str, Any] = {
         "strategy": build_chosen,
         "hyper": chosen(config, secret=secret),

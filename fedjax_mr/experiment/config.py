@@ -29,6 +29,8 @@ from fedjax_mr.registry import USER_OBJECTS, is_supplied
 from fedjax_mr.settings import LARGEST_INT32, field
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.transforms import ServerOptimizer
+from fedjax_mr.tasks import METRICS, TASKS, losses
+from fedjax_mr.tasks.losses import LOSSES
 
 COMMAND = "python -m fedjax_mr.main"
 GROUPS = (
@@ -54,6 +56,11 @@ _records = functools.partial(_evaluation, affects_results=False)
 @dataclasses.dataclass(frozen=True)
 class Config(
     Training,
+    losses.Weighted,
+    losses.Focal,
+    losses.Smoothed,
+    losses.Huber,
+    losses.Quantile,
     partition.DirichletSize,
     partition.Shards,
     partition.Classes,
@@ -80,6 +87,9 @@ class Config(
     dataset: str = _data(
         "digits", "Dataset by name, the path of a user's .npz or .jsonl file, or hf:FOLDER for a folder of Hugging "
         "Face's datasets", names=SOURCES, path=True, short=True)
+    task: str | None = _data(
+        None, "What is learned: a class per sample, several labels, numbers, a class per pixel, the next token, or the "
+        "time of an event. If omitted, the task of the dataset", names=TASKS, compiled="", short=True)
     data_dir: str | None = _data(
         None, "Folder that holds the datasets. If omitted, the usual folder of each source", path=True, local=True,
         affects_results=False, per_process=True, short=True)
@@ -182,6 +192,9 @@ class Config(
         False, "rsLoRA: scale adapters by alpha / sqrt(r) in place of alpha / r", source="peft: false",
         needs=("adapter",))
 
+    loss: str | None = _training(
+        None, "Loss in training, to which a method adds its own terms. Tests use that of the task. If omitted, that of "
+        "the task", names=LOSSES, short=True)
     augment: str = _training(
         "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), or none",
         choices=("none", "crop_flip"), source="KDD'24: none")
@@ -194,9 +207,10 @@ class Config(
         choices=PRECISIONS, source="mixed precision, Micikevicius et al. 2018")
 
     imports: tuple[str, ...] = _federation(
-        (), "Python file, or module by its dotted name, that registers additional methods, networks, datasets or "
-        "partitions. It is read before all other flags. With #HASH appended, as in run.flags, only a file with this "
-        "content is accepted", flag="import", path=True, affects_results=False, source="our choice", short=True)
+        (), "Python file, or module by its dotted name, that registers additional methods, networks, datasets, "
+        "tasks, metrics and so on. It is read before all other flags. With #HASH appended, as in run.flags, only a "
+        "file with this content is accepted", flag="import", path=True, affects_results=False, source="our choice",
+        short=True)
     strategy: str = _federation("fedmr", "Federated method by name", names=STRATEGIES, short=True)
     cohort: int = _federation(5, "Number of clients K that train in each round", unit="clients", low=1, short=True)
     rounds: int = _federation(300, "Number of training rounds", unit="rounds", low=1, compiled="no", at_end=True,
@@ -242,6 +256,9 @@ class Config(
         4.0, "async: b of --staleness=hinge", low=0, source="FedAsync, Xie et al. 2019",
         needs=("mode", "async"))
 
+    metrics: str | None = _evaluation(
+        None, "Numbers of a test, by name, separated by commas. The first one decides which model is best. If omitted, "
+        "those of the task", names=METRICS, compiled="", short=True)
     eval_every: int = _evaluation(
         5, "Rounds between evaluations on the whole test set. The last round is always evaluated", unit="rounds", low=1,
         short=True)
@@ -260,17 +277,17 @@ class Config(
     keep_checkpoints: int = _records(
         2, "Number of newest checkpoints to keep. Analyses over the rounds need many", unit="checkpoints", low=1)
     target_accuracy: float | None = _records(
-        None, "Report the first round that reaches this test accuracy. Training continues",
-        unit="fraction", low=0, high=1, at_end=True, short=True)
+        None, "Report the first round that reaches this test accuracy, or this value of the first of --metrics. "
+        "Training continues", at_end=True, short=True)
     stop_at_accuracy: float | None = _evaluation(
-        None, "Stop at the first evaluation that reaches this test accuracy", unit="fraction", low=0, high=1)
+        None, "Stop at the first evaluation that reaches this test accuracy, or this value of the first of --metrics")
     patience: int | None = _evaluation(
         None, "Stop after this many consecutive evaluations without a lower validation loss (test loss if there are no "
         "validation samples). If omitted, never. --local_patience stops single clients of Local-only",
         unit="evaluations", low=1)
     keep_best: bool = _records(
         False, "Also keep the checkpoint of the best validation accuracy (test accuracy if there are no validation "
-        "samples)", at_end=True)
+        "samples), or of the first of --metrics", at_end=True)
     run_dir: str | None = _records(
         None, "Run folder. If omitted, a new folder in runs/, named from the configuration and a counter", path=True,
         local=True, repeats=False, short=True)
@@ -322,6 +339,11 @@ class Config(
     def networks(self) -> list[str]:
         """The names in ``model``."""
         return self.model.split(",")
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The names in ``metrics``."""
+        return self.metrics.split(",") if self.metrics else []
 
     @property
     def uses_channel(self) -> bool:
@@ -377,6 +399,12 @@ def settings_of_row(config: Config, name: str, owner: type | None) -> Any:
     return next((each for each in config.rows if type(each) is owner), None) or owner()
 
 
+def loss_settings(config: Config) -> Any:
+    """The settings of the loss. None if it has none."""
+    row = LOSSES.get(config.loss or "")
+    return None if row is None or row.settings is None else settings_of_row(config, config.loss or "", row.settings)
+
+
 def links(config: Config) -> Iterator[tuple[str, LinkRow, Any]]:
     """Yield the name, the row and the settings of each link of the channel."""
     named = config.links.split(",") if config.links else []
@@ -387,9 +415,9 @@ def links(config: Config) -> Iterator[tuple[str, LinkRow, Any]]:
 
 
 def _own_rows(values: Mapping[str, Any]) -> Iterator[tuple[str, type | None]]:
-    """Yield the name and the dataclass of settings of each user's partition and link that flags name."""
-    named, division = values.get("links"), values.get("partition", Config.partition)
-    rows: dict[str, Any] = {division: PARTITIONS.get(division)}
+    """Yield the name and the dataclass of settings of each user's partition, loss and link that flags name."""
+    named, division, loss = values.get("links"), values.get("partition", Config.partition), values.get("loss")
+    rows: dict[str, Any] = {division: PARTITIONS.get(division)} | ({loss: LOSSES.get(loss)} if loss else {})
     rows |= {name: LINKS.get(name) for name in (named.split(",") if named else ())}
     for name, row in rows.items():
         if row is None or (row.settings is not None and not issubclass(Config, row.settings)):
@@ -399,7 +427,7 @@ def _own_rows(values: Mapping[str, Any]) -> Iterator[tuple[str, type | None]]:
 def all_settings(strategies: Collection[str] | None = None) -> Iterator[Setting]:
     """Yield the settings of the configuration, of users' rows, and of some strategies. Default: of all strategies."""
     yield from settings.settings_of(Config)
-    for name, row in (*PARTITIONS.items(), *LINKS.items()):
+    for name, row in (*PARTITIONS.items(), *LOSSES.items(), *LINKS.items()):
         if row.settings is not None and not issubclass(Config, row.settings):
             yield from settings.settings_of(row.settings, f"{name}_")
     for name, row in STRATEGIES.items():

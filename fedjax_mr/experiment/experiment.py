@@ -21,7 +21,7 @@ from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine import program
 from fedjax_mr.engine.devices import compiler_flags, settings_of_numbers
 from fedjax_mr.engine.evaluation import Evaluation
-from fedjax_mr.engine.personal import Clients, TestsOfClients
+from fedjax_mr.engine.personal import SPREADS, Clients, TestsOfClients
 from fedjax_mr.engine.placement import HostMemory
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import Rounds
@@ -40,7 +40,7 @@ from fedjax_mr.experiment.folder import (
 )
 from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
-from fedjax_mr.experiment.report import summarise
+from fedjax_mr.experiment.report import reaches, summarise
 from fedjax_mr.experiment.rows import best_row, without_better_loss
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.models import Model, Variables
@@ -85,7 +85,7 @@ class Result:
         return TrainedNetwork.of(self.model, self.variables, self.samples, **origin)
 
     def predict(self, x: Any) -> np.ndarray:
-        """Class probabilities [B, C] of the deployed model for samples [B, ...]; see `TrainedNetwork.predict`."""
+        """Predictions of the deployed model for samples [B, ...]; see `TrainedNetwork.predict`."""
         return self.deployed.predict(x)
 
 
@@ -293,7 +293,8 @@ class Experiment:
         config, rows = self.config, self.folder.rows()
         if done == config.rounds:
             return "rounds"
-        if rows and config.stop_at_accuracy is not None and (rows[-1]["accuracy"] or 0.0) >= config.stop_at_accuracy:
+        metric = self.model.task.primary
+        if rows and reaches(rows[-1][metric.name], config.stop_at_accuracy, metric):
             return "stop_at_accuracy"
         if config.patience is not None and without_better_loss(rows) >= config.patience:
             return "patience"
@@ -360,19 +361,26 @@ class Experiment:
             clients = self.personal.test(progress)
             extra |= clients.columns() | self._architecture_counts(clients)
         variables = self.rounds.deployed(progress)
-        if variables is None:  # without a deployed model, the accuracy is that of the personal models
-            accuracy, loss = extra["personal_accuracy"], extra["personal_loss"]
+        task = self.model.task
+        if variables is None:  # without a deployed model, the metrics are those of the personal models
+            first = "personal_"
+            named = {name.removeprefix(first): value for name, value in extra.items() if name.startswith(first)}
+            metrics = {name: value for name, value in named.items() if name not in ("loss", *SPREADS)}
+            loss = named["loss"]
         else:
-            accuracy, loss = map(float, self.evaluation.one(variables))
+            tested = self.evaluation.one(variables)
+            metrics, loss = task.columns(tested.metrics), float(tested.loss)
         individual = self.rounds.individual(progress)
         if individual is not None:
             tested = self.evaluation.each(individual)
-            each = tested.accuracy
+            each = tested.metrics[task.primary.name]
             extra |= {"individual_mean": each.mean(), "individual_min": each.min(), "individual_max": each.max()}
         if self.config.eval_each and self.rounds.keeps_models:
             tested = self.evaluation.each(self.rounds.kept_models(progress)) if individual is None else tested
-            for number, pair in enumerate(zip(tested.accuracy, tested.loss, strict=True)):
-                extra |= dict(zip((f"model_{number}_accuracy", f"model_{number}_loss"), pair, strict=True))
+            values = tested.metrics[task.primary.name]
+            for number, pair in enumerate(zip(values, tested.loss, strict=True)):
+                names = (f"model_{number}_{task.primary.name}", f"model_{number}_loss")
+                extra |= dict(zip(names, pair, strict=True))
         if variables is not None and self.attacked is not None:
             attacked = self.attacked(progress, self.config.attack_target)
             extra["attacked_accuracy"] = attacked.accuracy
@@ -386,7 +394,7 @@ class Experiment:
         self.seconds += time.perf_counter() - started - (program.compile_seconds() - compiled)
         return {
             "round": done,
-            "accuracy": accuracy,
+            **metrics,
             "loss": loss,
             "train_loss": float(report.train_loss),
             "similarity": float(report.similarity),
@@ -456,7 +464,7 @@ class Experiment:
             test = normalised(holdout.dataset, holdout.dataset.x, holdout.dataset.y)
             model = self.rounds.constants.problem.model
             result = Evaluation(model, test, self.rounds.axis, code=self.rounds.trial.code).one(variables)
-            summary |= {"holdout_accuracy": float(result.accuracy), "holdout_loss": float(result.loss)}
+            summary |= self.model.task.columns(result.metrics | {"loss": result.loss}, "holdout_")
         if self.personal is not None:
             summary |= self._test_clients(self.personal, progress)
         if self.folder.writes:
@@ -493,7 +501,8 @@ class Experiment:
         names = titles.runs(configs) if self.config.compare_to else [titles.run(self.config)]
         methods = {name: titles.key(titles.facts(each)) for name, each in zip(names, configs, strict=True)}
         shown = dict(zip(names, histories, strict=True)) | unknown
-        plots.curves(shown, self._picture("curves"), methods=methods)
+        metric = self.model.task.primary
+        plots.curves(shown, self._picture("curves"), methods=methods, metric=(metric.name, metric.title))
 
     def _test_clients(self, personal: TestsOfClients, progress: Progress) -> dict[str, float]:
         """Test the clients' final models, also fine-tuned if requested. Write ``clients.csv`` and a figure."""
@@ -507,27 +516,35 @@ class Experiment:
             return summary
         if self.folder.writes:
             names = self.federated.names or [str(client) for client in range(self.federated.num_clients)]
-            table = {
-                "client": list(range(self.federated.num_clients)),
-                "name": list(names),
-                "architecture": last.architecture.tolist(),
-                "network": [networks[number] for number in last.architecture],
-                "samples": self.federated.sizes.tolist(),
-                "test_samples": last.count.astype(int).tolist(),
-                "validation_accuracy": last.validation.tolist(),
-                "accuracy": last.accuracy.tolist(),
-            }
+            table = (
+                {
+                    "client": list(range(self.federated.num_clients)),
+                    "name": list(names),
+                    "architecture": last.architecture.tolist(),
+                    "network": [networks[number] for number in last.architecture],
+                    "samples": self.federated.sizes.tolist(),
+                    "test_samples": last.count.astype(int).tolist(),
+                }
+                | _of_clients(last.validation, "validation_")
+                | _of_clients(last.metrics, "")
+            )
             if config.finetune_epochs:
-                table["finetuned_accuracy"] = results["finetuned"].accuracy.tolist()
+                table |= _of_clients(results["finetuned"].metrics, "finetuned_")
             self.folder.write_clients(table)
         if self.pictures:
+            metric = self.model.task.primary
             words = {"personal": "as trained", "finetuned": "fine-tuned"}
             several = enumerate(networks if len(networks) > 1 else ())
             plots.personal(
                 self.folder.rows(),
-                {words[name]: clients.accuracy[clients.count > 0].tolist() for name, clients in results.items()},
+                {
+                    words[name]: clients.primary[~np.isnan(clients.primary)].tolist()
+                    for name, clients in results.items()
+                },
                 self._picture("personal"),
                 method=titles.key(titles.facts(config)),
+                metric=(metric.name, metric.title),
+                fraction=metric.unit == "fraction",
                 networks={f"network_{number}_{name}": titles.network(name) for number, name in several},
             )
         return summary
@@ -535,6 +552,17 @@ class Experiment:
     def compile_seconds(self) -> float:
         """Seconds that the run has spent in tracing and compilation."""
         return self.compile_seconds_before + (program.compile_seconds() - self._compiled_at_start) / self.sharing
+
+
+def _of_clients(metrics: dict[str, np.ndarray], prefix: str) -> dict[str, list[float]]:
+    """The columns of a table of clients, from metrics [N] or [N, C]."""
+    columns: dict[str, list[float]] = {}
+    for name, values in metrics.items():
+        if values.ndim == 1:
+            columns[prefix + name] = values.tolist()
+        elif values.ndim == 2:
+            columns |= {f"{prefix}{name}_{number}": column.tolist() for number, column in enumerate(values.T)}
+    return columns
 
 
 def keeps_validation(federated: FederatedData) -> bool:

@@ -28,7 +28,10 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
         tokenizer=tokenizer_of(config.pretrained),
         text_length=config.text_length,
     )
-    dataset = load(config.dataset, label_mode=config.label_mode) if dataset is None else dataset
+    if dataset is None:
+        dataset = load(config.dataset, label_mode=config.label_mode, task=config.task)
+    elif config.task not in (None, dataset.task.name):
+        raise UserError(f"task={config.task}, but the samples are for {dataset.task.name}: leave it out")
     federated = data.federate(
         dataset,
         num_clients=config.clients,

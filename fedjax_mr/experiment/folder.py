@@ -266,7 +266,7 @@ class RunFolder:
                 f"{path} has {len(before)} evaluations up to round {round} and its checkpoint counts {count}: {REMEDY}"
             )
         for row in rows:
-            if missing := [name for name in COLUMNS if name not in row]:
+            if missing := [name for name in COLUMNS if name not in row and name != "accuracy"]:
                 raise UserError(f"{path} is damaged (round {row['round']} has no {', '.join(missing)}): {REMEDY}")
         if wrong := [row["round"] for row in before if row["round"] != round and not due(row["round"])]:
             raise UserError(f"{path} is damaged (its evaluation of round {wrong[0]} is not due): {REMEDY}")
@@ -337,7 +337,7 @@ class RunFolder:
                 path.unlink()
 
     def _rewrite(self) -> None:
-        self._columns = list(dict.fromkeys((*COLUMNS, *(name for row in self._rows for name in row))))
+        self._columns = list(dict.fromkeys(name for row in self._rows for name in row)) or list(COLUMNS)
         with files.atomic_write(self.path / "metrics.jsonl") as path:
             path.write_text("".join(map(line_of, self._rows)), encoding="utf-8")
         with (

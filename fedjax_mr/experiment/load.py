@@ -89,7 +89,7 @@ def _best_round(folder: Path, round: int | None) -> int:
         raise UserError(f"round {round} and the best round exclude each other: choose one")
     row, kept = best_row(read_rows(folder)), Checkpoints(folder / "checkpoints").rounds()
     if row is None:
-        raise UserError(f"{folder} has no evaluation with an accuracy")
+        raise UserError(f"{folder} has no evaluation with a value of its first metric")
     if row["round"] not in kept:
         raise UserError(
             f"{folder} has no checkpoint of its best evaluation in round {row['round']} (checkpoints of rounds: "
@@ -251,7 +251,8 @@ class SavedRun:
         validation = self._plan.validation.sizes[members]
         public = None
         if count := len(self._plan.public):
-            x, y = np.zeros((count, *self.samples.shape), self.samples.dtype), np.zeros(count, np.int32)
+            placeholder = self.samples.dataset(count)
+            x, y = np.zeros((count, *self.samples.shape), self.samples.dtype), placeholder.y
             public = Public(x, y if self.config.public_labels else None)
         rows = self.samples.dataset(max(1, int(sizes.sum())))
         return FederatedData.of_sizes(rows, sizes, validation_sizes=validation, public=public)

@@ -8,6 +8,8 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_mr.experiment.folder import COLUMNS, MetricsRow, plain_numbers
+from fedjax_mr.experiment.rows import metric_of
+from fedjax_mr.tasks import METRICS, Metric
 
 LAST = 10  # the mean of this many evaluations is reported
 
@@ -20,21 +22,24 @@ def last_evaluations(count: int) -> str:
 def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[str, Any]:
     """The summary of the evaluations; None marks a missing value.
 
-    With fewer than ten evaluations, ``accuracy_mean_last_10`` is the mean of all; ``evaluations`` is their number.
+    The values are those of the first metric (`rows.metric_of`), such as ``accuracy_last``. With fewer than ten
+    evaluations, ``accuracy_mean_last_10`` is the mean of all; ``evaluations`` is their number.
 
     Args:
       rows: the evaluations, ascending.
-      target: the test accuracy for ``rounds_to_target``, or None.
+      target: the value for ``rounds_to_target``, or None.
     """
     rows = [plain_numbers(row) for row in rows]
-    accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
+    metric = metric_of(rows)
+    name, sign = metric.name, 1 if metric.higher_is_better else -1
+    values = [sign * row[name] for row in rows if row[name] is not None]
     last: Mapping[str, Any] = rows[-1] if rows else dict.fromkeys(COLUMNS)
-    reached = [row["round"] for row in rows if target is not None and (row["accuracy"] or 0.0) >= target]
-    ten = [row["accuracy"] for row in rows[-LAST:] if row["accuracy"] is not None]
+    reached = [row["round"] for row in rows if reaches(row[name], target, metric)]
+    ten = [row[name] for row in rows[-LAST:] if row[name] is not None]
     return {
-        "accuracy_last": last["accuracy"],
-        "accuracy_best": max(accuracies, default=None),
-        "accuracy_mean_last_10": statistics.fmean(ten) if ten else None,
+        f"{name}_last": last[name],
+        f"{name}_best": sign * max(values) if values else None,
+        f"{name}_mean_last_10": statistics.fmean(ten) if ten else None,
         "evaluations": len(rows),
         "loss_last": last["loss"],
         "rounds": last["round"] or 0,
@@ -45,6 +50,13 @@ def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[s
     }
 
 
+def reaches(value: float | None, target: float | None, metric: Metric) -> bool:
+    """Whether a value is as good as a target. Missing ones are not."""
+    if target is None or value is None:
+        return False
+    return value >= target if metric.higher_is_better else value <= target
+
+
 def summary_table(summary: Mapping[str, Any]) -> str:
     """The short table at the end of a run, without lines whose value is missing."""
 
@@ -53,15 +65,17 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         return None if value is None else format.format(value / unit if unit != 1 else value)
 
     last = last_evaluations(summary.get("evaluations", LAST + 1))
+    name = next((key.removesuffix("_last") for key in summary if key.endswith("_last")), "accuracy")
+    title = METRICS[name].title if name in METRICS else name
     lines = {
-        "accuracy, last": number("{:.4f}", "accuracy_last"),
-        "accuracy, best": number("{:.4f}", "accuracy_best"),
-        f"accuracy, mean of {last}": number("{:.4f}", "accuracy_mean_last_10"),
-        "test loss": number("{:.4f} nats", "loss_last"),
-        "validation": number("{:.4f}", "validation_accuracy"),
-        "clients' own models": number("{:.4f}", "personal_accuracy"),
+        f"{title}, last": number("{:.4f}", f"{name}_last"),
+        f"{title}, best": number("{:.4f}", f"{name}_best"),
+        f"{title}, mean of {last}": number("{:.4f}", f"{name}_mean_last_10"),
+        "test loss": number("{:.4f} nats" if name == "accuracy" else "{:.4f}", "loss_last"),
+        "validation": number("{:.4f}", f"validation_{name}"),
+        "clients' own models": number("{:.4f}", f"personal_{name}"),
         "worst tenth of them": number("{:.4f}", "personal_worst10"),
-        "after fine-tuning": number("{:.4f}", "finetuned_accuracy"),
+        "after fine-tuning": number("{:.4f}", f"finetuned_{name}"),
         "rounds": number("{:,}", "rounds"),
         "ended early by": None if summary.get("ended_by") == "rounds" else number("--{}", "ended_by"),
         "best checkpoint": number("round {:,}", "best_checkpoint"),
@@ -81,7 +95,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 
 
 class ProgressBar:
-    """A bar on standard error: round, accuracy, images per second, time left.
+    """A bar on standard error: round, the first metric, images per second, time left.
 
     The time left is estimated from the pace of this process without compilation. The first call also warms up, so it
     counts only until the second one ends.
@@ -118,8 +132,9 @@ class ProgressBar:
         self._calls += 1
         if self._calls == 1:
             self._since = done, seconds
-        accuracy = row["accuracy"] if row else None
-        parts = [] if accuracy is None else [f"accuracy {accuracy:.4f}"]
+        metric = metric_of([row] if row else [])
+        value = row[metric.name] if row else None
+        parts = [] if value is None else [f"{metric.title} {value:.4f}"]
         self._bar.set_postfix_str(
             ", ".join([*parts, f"{images_per_second:,.0f} images/s", f"{left} left"]), refresh=False
         )

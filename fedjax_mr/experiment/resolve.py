@@ -26,6 +26,8 @@ from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import MODELS, Model
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
+from fedjax_mr.tasks import METRICS, TASKS
+from fedjax_mr.tasks.losses import LOSSES
 
 PUBLIC_SHARE = 0.1  # of methods that cannot do without public data, as in FedMe's and pFedHR's papers
 
@@ -106,7 +108,8 @@ def _rows_used(config: Config) -> imports.Names:
     """The rows of the registries that a run uses."""
     used = {(STRATEGIES.kind, config.strategy), (PARTITIONS.kind, config.partition)}
     used |= {(OPTIMIZERS.kind, config.optimizer)}
-    used |= {(LOGGERS.kind, name) for name in config.logs}
+    used |= {(LOGGERS.kind, name) for name in config.logs} | {(METRICS.kind, name) for name in config.metric_names}
+    used |= {(kind.kind, name) for kind, name in ((TASKS, config.task), (LOSSES, config.loss)) if name is not None}
     used |= {(MODELS.kind, name) for name in config.networks}
     used |= {(SERVER_OPTIMIZERS.kind, config.server_optimizer)} if config.server_optimizer != "none" else set()
     used |= {(LINKS.kind, name) for name, _, _ in configuration.links(config)}
@@ -155,6 +158,12 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
         raise UserError(f"variables={config.variables} cannot be set: pass them as fmr.run(config, variables=...)")
     if config.dataset not in SOURCES and not registry.is_supplied(config.dataset) and not _is_path(config.dataset):
         raise unknown_name(SOURCES.kind, config.dataset, SOURCES)
+    for kind, name, rows in (("task", config.task, TASKS), ("loss", config.loss, LOSSES)):
+        if name is not None and name not in rows:
+            raise unknown_name(kind, name, rows)
+    for name in config.metric_names:
+        if name not in METRICS:
+            raise unknown_name("metric", name, METRICS)
     if config.partition not in PARTITIONS:
         raise unknown_name("partition", config.partition, PARTITIONS)
     if config.server_optimizer not in ("none", *SERVER_OPTIMIZERS):

@@ -10,13 +10,17 @@ from typing import Any, TextIO
 from fedjax_mr import files, untrusted
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import kept, manifest
+from fedjax_mr.tasks import METRICS, Metric
 
 MetricsRow = dict[str, Any]
 
 COLUMNS = (
     "round", "accuracy", "loss", "train_loss", "similarity", "bytes_down", "bytes_up", "images", "seconds",
 )  # fmt: skip
-"""The columns of every run, in order: fractions in 0..1, nats, bytes, seconds. A strategy's own columns follow."""
+"""The columns of every run of a classification, in order: fractions in 0..1, nats, bytes, seconds. A strategy's own
+columns follow. Other tasks have their metrics in place of the accuracy: the column after the round is the one that
+decides which model is best (`metric_of`).
+"""
 
 RESULTS = ("metrics.jsonl", "clients.csv", "summary.json")  # the files of a finished run that depend on each other
 MADE_FROM = "made_from"  # entry of version 0.3.0
@@ -90,14 +94,24 @@ def read_summary(folder: Path | str) -> dict[str, Any]:
     return {name: value for name, value in summary.items() if name != MADE_FROM}
 
 
-def best_row(rows: Sequence[MetricsRow]) -> MetricsRow | None:
-    """The first evaluation with the best validation accuracy, or test accuracy if there is no validation.
+def metric_of(rows: Sequence[MetricsRow]) -> Metric:
+    """The metric that decides which model is best: the first one of the evaluations. Without any, the accuracy.
 
-    Missing accuracies do not count; without any the result is None.
+    A metric of a user whose file is not imported is one of which higher values are better.
     """
-    name = _held_out("accuracy", rows)
+    name = next((name for name in rows[0] if name != "round"), "accuracy") if rows else "accuracy"
+    return METRICS.get(name) or Metric(name, lambda *_: None, lambda sums: sums)
+
+
+def best_row(rows: Sequence[MetricsRow]) -> MetricsRow | None:
+    """The first evaluation with the best value of `metric_of` on validation samples, or test samples without them.
+
+    Missing values do not count; without any the result is None.
+    """
+    metric = metric_of(rows)
+    name, sign = _held_out(metric.name, rows), 1 if metric.higher_is_better else -1
     known = [row for row in rows if row.get(name) is not None]
-    return max(known, key=lambda row: row[name], default=None)
+    return max(known, key=lambda row: sign * row[name], default=None)
 
 
 def without_better_loss(rows: Sequence[MetricsRow]) -> int:

@@ -60,7 +60,9 @@ class TrainedNetwork:
         return self.model.bound(self.variables)
 
     def predict(self, x: Any) -> np.ndarray:
-        """Compute the class probabilities [n, C] of raw samples [n, ...], which are normalised here.
+        """Predict raw samples [n, ...], which are normalised here: for classes their probabilities [n, C].
+
+        Other tasks: `Task.predict`, such as numbers [n, C] in the unit of the targets, or classes of pixels.
 
         Args:
           x: the samples as the source has them: bytes in 0..255, floats in the range of the training samples.
@@ -70,23 +72,25 @@ class TrainedNetwork:
         """
         x = self.samples.samples(x)
         size = max(1, min(evaluation_batch(), len(x)))
-        batches = [np.zeros((0, self.samples.num_classes), np.float32)]
+        batches = [np.zeros((0, *self.samples.learned.outputs(self.samples.shape)), np.float32)]
         for first in range(0, len(x), size):
             batch = x[first : first + size]
             filled = np.concatenate([batch, np.repeat(batch[:1], size - len(batch), axis=0)])
-            batches.append(np.asarray(self._probabilities(self.model, self.variables, filled))[: len(batch)])
+            batches.append(np.asarray(self._predictions(self.model, self.variables, filled))[: len(batch)])
         return np.concatenate(batches)
 
     @functools.cached_property
-    def _probabilities(self) -> Callable[[Model, Variables, np.ndarray], jax.Array]:
-        """The compiled function from the network, its variables and raw samples to probabilities."""
+    def _predictions(self) -> Callable[[Model, Variables, np.ndarray], jax.Array]:
+        """The compiled function from the network, its variables and raw samples to predictions."""
         scale, shift = scale_and_shift(self.samples.mean, self.samples.std, self.samples.dtype)
 
-        def probabilities(model: Model, variables: Variables, x: jax.Array) -> jax.Array:
-            rows = jnp.arange(len(x), dtype=jnp.int32)
-            return jax.nn.softmax(model.apply(variables, gather(Samples(x, rows, scale, shift), rows)))
+        task = self.samples.learned
 
-        return jax.jit(probabilities)
+        def predictions(model: Model, variables: Variables, x: jax.Array) -> jax.Array:
+            rows = jnp.arange(len(x), dtype=jnp.int32)
+            return task.predict(model.apply(variables, gather(Samples(x, rows, scale, shift), rows)))
+
+        return jax.jit(predictions)
 
     def export(self, folder: Path | str, *, merged: bool = False) -> Path:
         """Write a folder that loads with only orbax and Flax, and return its path.
@@ -157,7 +161,7 @@ class TrainedNetwork:
             "num_classes": samples.num_classes,
             "scale": scale.tolist(),
             "shift": shift.tolist(),
-            "data": dataclasses.asdict(samples),
+            "data": json.loads(samples.text()),
             "parameters": sum(np.size(leaf) for leaf in jax.tree.leaves(variables["params"])),
         } | self.origin
         open_fields = [f"{name} ({_name(value)})" for name, value in fields.items() if not _is_plain(value)]

@@ -11,7 +11,7 @@ import flax.linen as nn
 from fedjax_mr import registry
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.build import build_model
+from fedjax_mr.experiment.build import build_model, task
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.models import Model, nnx_module, parts, user_module
 
@@ -83,7 +83,8 @@ class UserObjects(NamedTuple):
         Raises:
           UserError: a network does not fit the samples, or the configuration records others.
         """
-        model = build_model(config, federated.dataset, modules=self.modules, variables=self.variables)
+        learned = task(config, federated)
+        model = build_model(config, federated.dataset, task=learned, modules=self.modules, variables=self.variables)
         if self.variables is not None:
             given = registry.supplied_name("base", parts.digest(parts.plain(self.variables)))
             config = dataclasses.replace(config, variables=_same("variables", given, config.variables or ""))

@@ -19,6 +19,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import calls, parts, precision
 from fedjax_mr.models.blocks import Projection
+from fedjax_mr.tasks import Classification, Task
 
 Variables = dict[str, Any]
 """All Flax collections of a network: ``params`` and, with BatchNorm, ``batch_stats``."""
@@ -112,6 +113,7 @@ class Model:
       start: initial values of variables that train, see `partly`. All others are initialised at random.
       precision: number type of forward and backward passes in training mode, see `precision.with_precision`.
       adapter: how adapters enter the network and its means (`adapters.Lora`). None: there are none.
+      task: what its outputs mean, with the loss and the metrics by which it is trained and tested.
 
     All functions of samples raise a UserError during tracing if the samples have another shape or kind.
     """
@@ -124,6 +126,7 @@ class Model:
     start: Variables = dataclasses.field(default_factory=dict, compare=False, repr=False)
     adapter: Any = dataclasses.field(default=None, metadata=STATIC)
     precision: str = dataclasses.field(default="float32", metadata=STATIC)
+    task: Task = dataclasses.field(default=Classification(width=0), metadata=STATIC)
     _known: _Shapes = dataclasses.field(default_factory=_Shapes, compare=False, repr=False, metadata=STATIC)
 
     @property
@@ -395,3 +398,11 @@ def forward_layers(
 def _leaf_rank(name: str, names: dict[str, int]) -> tuple[int, str]:
     order = NORM_LEAF_ORDER if "scale" in names else LEAF_ORDER
     return (order.index(name) if name in order else len(order), name)
+
+
+def with_task(model: "Model", task: Task) -> "Model":
+    """The network, or each of several, with another task."""
+    changes: dict[str, Any] = {"task": task}
+    if len(model.networks) > 1:
+        changes["members"] = tuple(with_task(member, task) for member in model.networks)
+    return dataclasses.replace(model, **changes)

@@ -53,7 +53,7 @@ class Zoo(Model):
         first = models[0]
         if len({model.precision for model in models}) > 1:
             raise UserError("several networks must train in one precision: give it with precision=, once for all")
-        facts: dict[str, Any] = {"precision": first.precision, "members": tuple(models)}
+        facts: dict[str, Any] = {"precision": first.precision, "task": first.task, "members": tuple(models)}
         return cls(first.module, first.input_shape, first.input_dtype, ",".join(each.name for each in models), **facts)
 
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:

@@ -106,52 +106,65 @@ def personal(
     method: str | None = None,
     networks: Mapping[str, str] | None = None,
     bins: int = 20,
+    metric: tuple[str, str] = ("accuracy", "accuracy"),
+    fraction: bool = True,
 ) -> None:
-    """Draw the accuracy of the clients' own models over the rounds, its final distribution, and their networks.
+    """Draw the first metric of the clients' own models over the rounds, its final distribution, and their networks.
 
     The panel over the rounds is left out if there is a single evaluation, or none of single clients.
 
     Args:
       rows: evaluations of a run. Missing columns are not drawn.
-      last: accuracies of the clients after the last round, by the treatment of their models.
+      last: values of the clients after the last round, by the treatment of their models.
       path: file to write, in one of `FORMATS`.
       method: method of the run. It decides the first colour.
       networks: names of the clients' networks, by the columns that count them. None if all have the same network.
       bins: bins of the histogram.
+      metric: the metric and its name in words.
+      fraction: whether its values are from 0 to 1.
     """
     of = lambda name: np.array(column(rows, name), float)
-    over_rounds = len(rows) > 1 and bool(np.isfinite(of("personal_accuracy")).any())
+    over_rounds = len(rows) > 1 and bool(np.isfinite(of(f"personal_{metric[0]}")).any())
     first = 0 if method is None else number_of(method)
     colours = [look(first + place).colour for place in range(3)]
     with picture(path, (WIDTH if over_rounds else 0.7 * WIDTH, 3.6)) as figure:
         axes = list(figure.subplots(1, 1 + over_rounds + bool(networks), squeeze=False)[0])
         if over_rounds:
-            _over_rounds(axes.pop(0), of, colours)
-        _last(axes.pop(0), last, colours, bins)
+            _over_rounds(axes.pop(0), of, colours, metric, fraction)
+        _last(axes.pop(0), last, colours, bins, metric[1], fraction)
         if networks:
             _networks(axes.pop(0), of, networks)
 
 
-def _over_rounds(axis: Any, of: Callable[[str], np.ndarray], colours: Sequence[str]) -> None:
-    rounds, mean, spread = of("round"), of("personal_accuracy"), of("personal_std")
+def _over_rounds(
+    axis: Any, of: Callable[[str], np.ndarray], colours: Sequence[str], metric: tuple[str, str], fraction: bool
+) -> None:
+    name, title = metric
+    rounds, mean, spread = of("round"), of(f"personal_{name}"), of("personal_std")
     axis.plot(rounds, mean, color=colours[0], label="mean of the clients")
-    band = np.maximum(mean - spread, 0), np.minimum(mean + spread, 1)
+    band = (mean - spread, mean + spread)
+    band = (np.maximum(band[0], 0), np.minimum(band[1], 1)) if fraction else band
     axis.fill_between(rounds, *band, color=colours[0], alpha=0.15, linewidth=0, label="one standard deviation")
-    others = {"personal_worst10": "worst 10 %", "validation_accuracy": "validation, mean"}
+    others = {"personal_worst10": "worst 10 %", f"validation_{name}": "validation, mean"}
     for (name, words), stroke, colour in zip(others.items(), STROKES[1:], colours[1:], strict=False):
         if np.isfinite(of(name)).any():
             axis.plot(rounds, of(name), stroke, color=colour, label=words)
     _legend_above(axis)
-    name_axes(axis, "round", "accuracy on the client's own samples")
+    name_axes(axis, "round", f"{title} on the client's own samples")
     axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
-def _last(axis: Any, last: Mapping[str, Sequence[float]], colours: Sequence[str], bins: int) -> None:
+def _last(
+    axis: Any, last: Mapping[str, Sequence[float]], colours: Sequence[str], bins: int, title: str, fraction: bool
+) -> None:
+    every = [value for values in last.values() for value in values] or [0.0, 1.0]
+    low, high = (0.0, 1.0) if fraction else (min(every), max(every))
     for (name, values), colour in zip(last.items(), colours, strict=False):
-        axis.hist(values, np.linspace(0, 1, bins + 1), histtype="stepfilled", color=colour, alpha=0.35, label=name)
+        axis.hist(values, np.linspace(low, high, bins + 1), histtype="stepfilled", color=colour, alpha=0.35, label=name)
         axis.axvline(float(np.mean(values)), color=colour, linewidth=1.6)
-    name_axes(axis, "accuracy after the last round (lines: means)", "clients")
-    axis.set_xlim(0, 1)
+    name_axes(axis, f"{title} after the last round (lines: means)", "clients")
+    if fraction:
+        axis.set_xlim(0, 1)
     axis.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     _legend_above(axis)
 

@@ -19,16 +19,22 @@ ALL_MARKED = 12  # lines with at most so many points have a marker at each; long
 
 
 def curves(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path | str, *, methods: Mapping[str, str] | None = None
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    path: Path | str,
+    *,
+    methods: Mapping[str, str] | None = None,
+    metric: tuple[str, str] = ("accuracy", "accuracy"),
 ) -> None:
-    """Draw test accuracy and test loss over the rounds.
+    """Draw the first metric, such as the test accuracy, and the test loss over the rounds.
 
     Args:
       runs: evaluations of each run, by the name of the run.
       path: file to write, in one of `FORMATS`.
       methods: method of each run by the same names. It decides the `looks`.
+      metric: the column and its name in words.
     """
-    quantities = {"accuracy": "test accuracy", "loss": "test loss (nats)"}
+    name, title = metric
+    quantities = {name: f"test {title}", "loss": "test loss (nats)" if name == "accuracy" else "test loss"}
     panels = [
         {name: (column(rows, "round"), column(rows, quantity)) for name, rows in runs.items()}
         for quantity in quantities

@@ -89,6 +89,8 @@ class Row(NamedTuple):
       label_counts: whether the server reads ``problem.label_counts``, which real clients then have to report.
       only_simulated: why the strategy cannot run on real clients; "" if it can.
       group: group of methods for lists; "" for methods registered outside the package.
+      needs: what the strategy needs of a task (`Task.provides`), such as ``classes``, or a function hyper -> that.
+        "": it suits every task.
       adapters: whether the strategy needs a network with adapters (``models.adapters.lora``).
       contract: what the contract must know about the strategy.
     """
@@ -104,6 +106,7 @@ class Row(NamedTuple):
     only_simulated: str = ""
     group: str = ""
     adapters: bool = False
+    needs: str | Callable[[Any], str] = ""
     contract: Contract = Contract()
 
 
@@ -166,13 +169,14 @@ _OURS: dict[str, dict[str, Row]] = {
             fedgen.Hyper,
             "Zhu et al., ICML 2021",
             title="FedGen",
+            needs="classes",
             label_counts=True,
             contract=Contract(small=fedgen.Hyper(steps=5, batch_size=16)),
         ),
         "feddyn": Row(feddyn.build, feddyn.Hyper, "Acar et al., ICLR 2021", title="FedDyn"),
         "feddc": Row(feddc.build, feddc.Hyper, "Gao et al., CVPR 2022", title="FedDC"),
-        "fedntd": Row(fedntd.build, fedntd.Hyper, "Lee et al., NeurIPS 2022", title="FedNTD"),
-        "fedlc": Row(fedlc.build, fedlc.Hyper, "Zhang et al., ICML 2022", title="FedLC"),
+        "fedntd": Row(fedntd.build, fedntd.Hyper, "Lee et al., NeurIPS 2022", title="FedNTD", needs="classes"),
+        "fedlc": Row(fedlc.build, fedlc.Hyper, "Zhang et al., ICML 2022", title="FedLC", needs="classes"),
     },
     "flatness": {
         "fedasam": Row(fedasam.build, fedasam.Hyper, "Caldarola et al., ECCV 2022", title="FedASAM"),
@@ -280,11 +284,23 @@ _OURS: dict[str, dict[str, Row]] = {
             needs_public=True,
             contract=Contract(small=fedmd.Hyper(public_epochs=1, private_epochs=2)),  # a first round like the others
         ),
-        "fedgh": Row(fedgh.build, fedgh.Hyper, "Yi et al., ACM MM 2023", several=True, title="FedGH"),
+        "fedgh": Row(fedgh.build, fedgh.Hyper, "Yi et al., ACM MM 2023", several=True, title="FedGH", needs="classes"),
         "fedproto": Row(
-            prototypes.fedproto, prototypes.FedProto, "Tan et al., AAAI 2022", several=True, title="FedProto"
+            prototypes.fedproto,
+            prototypes.FedProto,
+            "Tan et al., AAAI 2022",
+            several=True,
+            title="FedProto",
+            needs="classes",
         ),
-        "fedtgp": Row(prototypes.fedtgp, prototypes.FedTGP, "Zhang et al., AAAI 2024", several=True, title="FedTGP"),
+        "fedtgp": Row(
+            prototypes.fedtgp,
+            prototypes.FedTGP,
+            "Zhang et al., AAAI 2024",
+            several=True,
+            title="FedTGP",
+            needs="classes",
+        ),
         "fedkemf": Row(
             fedkemf.build,
             fedkemf.Hyper,
@@ -303,6 +319,7 @@ _OURS: dict[str, dict[str, Row]] = {
             several=True,
             public=True,
             title="FCCL",
+            needs="classes",
             needs_public=True,
             contract=Contract(small=fccl.Hyper(private_epochs=2)),  # a first round like the others
         ),

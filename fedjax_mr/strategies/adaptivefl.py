@@ -184,7 +184,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         if hyper.selection == "rl":
             level = largest_held(level, data.client_id, jax.random.fold_in(key, 2 * problem.local.most_epochs))
         start = parts.cut(payload["model"], level)
-        loss = parts.confine(local.cross_entropy(network), level)
+        loss = parts.confine(local.supervised(network), level)
         model, metrics = local.train(network, problem.local, start, data, key, loss=loss)
         return {"model": model, "level": level}, memory, metrics
 

@@ -26,7 +26,7 @@ from fedjax_mr.client.samples import one_client
 from fedjax_mr.models import Variables
 from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.interface import Problem, Strategy
-from fedjax_mr.strategies.parts import kept_model, nothing, own_start, public_samples, require_epochs
+from fedjax_mr.strategies.parts import kept_model, no_targets, nothing, own_start, public_samples, require_epochs
 
 EPSILON = 1e-6  # added to variances
 
@@ -100,7 +100,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     network, public = problem.model, public_samples(problem, "fccl")
     require_epochs(problem, "fccl")
     count = public.x.shape[0]
-    public = public._replace(y=jnp.zeros(count, jnp.int32))  # labels are not used
+    public = public._replace(y=no_targets(network, count))
     everything = jnp.arange(count, dtype=jnp.int32)
 
     def init(key):
@@ -136,7 +136,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         def learn(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            losses = network.task.objective(logits, batch.y, batch.mask)
             for teacher in teachers:
                 distilled = divergence(jax.nn.log_softmax(logits), teacher[batch.position])
                 losses += choose(0.0, hyper.teachers) * distilled

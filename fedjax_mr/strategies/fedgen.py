@@ -189,7 +189,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         def loss(params, state, batch, key):
             logits, new_state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            supervised = local.masked_mean(cross_entropy(logits, batch.y), batch.mask)
+            supervised = local.task_loss(network, logits, batch)
 
             head = lambda z: network.head({"params": params, **state}, z)
             label_key, key, same_key = jax.random.split(key, 3)

@@ -27,11 +27,9 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models import Variables
 from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.interface import Problem, Strategy
-from fedjax_mr.strategies.parts import kept_model, nothing, own_start, public_samples, to_all
+from fedjax_mr.strategies.parts import kept_model, no_targets, nothing, own_start, public_samples, to_all
 
 AUTHORS_TEMPERATURE = 20.0
-
-entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +94,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             f"hyper.knowledge={hyper.knowledge} must be below the number of networks, {len(network.networks)}"
         )
     small, count = network.networks[hyper.knowledge], public.x.shape[0]
+    has_logits = "logits" in small.task.provides  # others distil the mean output, which is ours
 
     def train_both(model, own, knowledge, data, key):
         """Train the two networks of a client together."""
@@ -106,7 +105,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             data,
             key,
             weights=Pair(Weights(), Weights()),
-            difference=squared_difference if authors else mutual.divergence,
+            difference=squared_difference if authors else None,
         )
         return *pair, metrics
 
@@ -127,22 +126,25 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def server_update(state, uploads, cohort, round, key):
         rows = jnp.arange(count, dtype=jnp.int32)
         outputs = jax.lax.map(lambda each: local.outputs(small, each, public, rows), uploads["knowledge"])
-        ensemble = jnp.mean(jax.nn.softmax(outputs), axis=0)
+        ensemble = jnp.mean(jax.nn.softmax(outputs) if has_logits else outputs, axis=0)
 
         def distil(params, state, batch, key):
             logits, state = small.train_apply(params, state, batch.x, mask=batch.mask, key=key)
             target = ensemble[batch.position]
-            if authors:
+            if authors and has_logits:
                 gap = jnp.mean(jnp.square(jax.nn.softmax(logits / AUTHORS_TEMPERATURE) - target), axis=-1)
-                losses = 0.5 * entropy(logits, batch.y) + 0.5 * AUTHORS_TEMPERATURE**2 * gap
-            else:
+                losses = 0.5 * small.task.objective(logits, batch.y, batch.mask) + 0.5 * AUTHORS_TEMPERATURE**2 * gap
+            elif has_logits:
                 losses = optax.losses.kl_divergence(jax.nn.log_softmax(logits), target)
+            else:
+                losses = small.task.divergence(logits, target)
+            losses = losses.reshape(len(losses), -1).mean(axis=-1) if losses.ndim > 1 else losses
             return local.masked_mean(losses, batch.mask), state
 
         setting = local.LocalSetting(
             "adam", hyper.server_epochs, min(hyper.server_batch, count), count, lr=hyper.server_lr
         )
-        data = one_client(public if public.y is not None else public._replace(y=jnp.zeros(count, jnp.int32)))
+        data = one_client(public if public.y is not None else public._replace(y=no_targets(network, count)))
         with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises floats to integer powers
             knowledge, _ = local.train(small, setting, state.knowledge, data, key, loss=distil)
         return State(knowledge), {}

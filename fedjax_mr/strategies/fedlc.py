@@ -14,7 +14,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from fedjax_mr.client import local
 from fedjax_mr.settings import field
@@ -58,8 +57,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         def loss(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
             lowered = calibrated(logits, batch.y, margin=margin, tau=hyper.tau)
-            losses = optax.softmax_cross_entropy_with_integer_labels(lowered, batch.y)
-            return local.masked_mean(losses, batch.mask), state
+            return local.task_loss(network, lowered, batch), state
 
         return local.train(network, problem.local, received, data, key, loss=loss)
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import one_client
 from fedjax_mr.settings import LARGEST_BATCH, field
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import LastModel, kept_model, nothing, own_start, public_samples, require_epochs, to_all
+from fedjax_mr.tasks import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +66,18 @@ class State(NamedTuple):
 
     rows: jax.Array  # [S] the public samples of the next round
     next_rows: jax.Array  # [S] the public samples of the round after the next
-    consensus: jax.Array  # [S, C] the mean logits on ``rows``
+    consensus: jax.Array  # [S, ...] the mean outputs on ``rows``
 
 
-def difference(logits: jax.Array, target: jax.Array, *, kind: str) -> jax.Array:
-    """Distance of logits [B, C] from the consensus [B, C] for each sample [B]; its gradient is 0 where they agree."""
+def difference(task: Task, logits: jax.Array, target: jax.Array, *, kind: str) -> jax.Array:
+    """Distance of outputs [B, ...] from the consensus, mean over a sample [B]; its gradient is 0 where they agree."""
+    each = tuple(range(1, logits.ndim))
     if kind == "mae":
         gap = logits - target
-        return jnp.mean(jnp.where(gap == 0, 0.0, jnp.abs(gap)), axis=-1)  # JAX's abs has derivative 1 at 0
+        return jnp.mean(jnp.where(gap == 0, 0.0, jnp.abs(gap)), axis=each)  # JAX's abs has derivative 1 at 0
     if kind == "mse":
-        return jnp.mean(jnp.square(logits - target), axis=-1)
-    return optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), jax.nn.log_softmax(target))
+        return jnp.mean(jnp.square(logits - target), axis=each)
+    return task.divergence(logits, target)
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
@@ -101,7 +102,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def init(key):
         one, other = jax.random.split(key)
-        return State(draw(one), draw(other), jnp.zeros((subset, problem.num_classes)))
+        return State(draw(one), draw(other), jnp.zeros((subset, *network.task.outputs(network.input_shape))))
 
     def init_memory(key, client_id):
         return LastModel(own_start(problem, key, client_id), jnp.zeros((), bool))
@@ -112,8 +113,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         def loss(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
-            digested = difference(logits, payload["consensus"][batch.position % subset], kind=hyper.digest_loss)
+            supervised = network.task.objective(logits, batch.y, batch.mask)
+            target = payload["consensus"][batch.position % subset]
+            digested = difference(network.task, logits, target, kind=hyper.digest_loss)
             return local.masked_mean(choose(supervised, digested), batch.mask), state
 
         public_data = one_client(public)

@@ -209,7 +209,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def outputs(models, samples):
         x = gather(samples, jnp.arange(samples.x.shape[0]))
         logits = jax.lax.map(lambda variables: model.apply(variables, x), models)
-        return jax.nn.softmax(logits) if hyper.outputs == "probabilities" else logits
+        return model.task.predict(logits) if hyper.outputs == "probabilities" else logits
 
     def between_rounds(state, round, key, client):
         count = 1 + sum(round >= start for start in hyper.cluster_rounds)

@@ -11,7 +11,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from fedjax_mr.client import local
 from fedjax_mr.settings import field
@@ -59,7 +58,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def train(received, data, key):
         def loss(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            supervised = network.task.objective(logits, batch.y, batch.mask)
             teacher = network.apply(received, batch.x)
             distilled = not_true_divergence(teacher, logits, batch.y, hyper.temperature)
             return local.masked_mean(supervised + weight * distilled, batch.mask), state

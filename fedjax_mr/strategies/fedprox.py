@@ -31,11 +31,11 @@ class Hyper:
 
 def proximal_training(problem: Problem, strength: float) -> Train:
     """Training on the loss plus ``strength`` times the squared distance from the received parameters."""
-    cross_entropy = local.cross_entropy(problem.model)
+    supervised = local.supervised(problem.model)
 
     def train(received, data, key):
         def loss(params, state, batch, key):
-            value, state = cross_entropy(params, state, batch, key)
+            value, state = supervised(params, state, batch, key)
             distance = trees.squared_norm(trees.subtract(params, received["params"]))
             return value + strength * distance, state
 

@@ -105,7 +105,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         received, ascent = payload["model"], payload["ascent"]
         dynamic = pull(trees.subtract(received["params"], memory.drift), hyper.strength)
         optimizer = optax.chain(dynamic, problem.local.optimizer)
-        loss = local.cross_entropy(problem.model)
+        loss = local.supervised(problem.model)
         local_step = with_common_ascent(loss, optimizer, rho=hyper.rho, ascent=ascent)
         (model, dual), metrics = local.run(local_step, problem.local, (received, memory.dual), data, key)
         change = trees.subtract(model["params"], received["params"])

@@ -33,7 +33,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 from fedjax_mr import trees
 from fedjax_mr.client import local
@@ -77,7 +76,8 @@ class Hyper:
     own_classes: bool = field(
         True,
         "masked cross-entropy: logits of classes that a client lacks are 0 in its loss, and only the rows of its own "
-        "classes in the last layer are averaged. Without it and with width 1, HeteroFL is FedAvg with equal weights",
+        "classes in the last layer are averaged. It has no effect on tasks without a class per sample. Without it and "
+        "with width 1, HeteroFL is FedAvg with equal weights",
         source="Diao et al. 2021 with label skew",
     )
     statistics: str = field(
@@ -225,6 +225,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def owned(ids):
         """The classes of clients as booleans [..., C]."""
+        if "classes" not in network.task.provides:  # all outputs belong to everybody
+            return jnp.ones((*ids.shape, problem.num_classes), bool)
         return (problem.label_counts[ids] > 0) | (not hyper.own_classes)
 
     def client_update(payload, memory, data, round, key):
@@ -235,8 +237,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             with scaled(problem.layers, width):
                 logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
             logits = jnp.where(classes[None], logits, 0.0)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
-            return local.masked_mean(losses, batch.mask), state
+            return local.task_loss(network, logits, batch), state
 
         start = in_units(payload["model"], 1 / width)  # running statistics of divided inputs
         confined = parts.confine(loss, level)

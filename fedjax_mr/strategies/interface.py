@@ -54,10 +54,10 @@ class Problem:
       local: epochs, batch size and optimizer of the clients.
       num_clients: N.
       cohort_size: K.
-      num_classes: C.
+      num_classes: C, classes, or for other tasks the width of the outputs. ``model.task`` is the task.
       layers: the model's layers in forward order; empty for a `Zoo`.
       sizes: training samples per client [N].
-      label_counts: training samples per client and class [N, C].
+      label_counts: training samples per client and class [N, C]; without classes, per group (`Dataset.groups`).
       architectures: index of each client's initial network in the zoo [N] int32; zeros without a zoo.
       public: public samples held by the server, or None. ``y`` is None if they are unlabelled.
       validation_sizes: validation samples per client [N], or None if no client has any.

@@ -111,7 +111,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def train(variables, data, key, *, other, share):
         """Train a model on the loss of its interpolation with another model; with share 0 there are no steps."""
-        plain = local.cross_entropy(network)
+        plain = local.supervised(network)
 
         def loss(params, state, batch, key):
             return plain(trees.interpolate(params, other["params"], share), state, batch, key)

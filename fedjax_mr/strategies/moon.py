@@ -11,7 +11,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from fedjax_mr.client import local
 from fedjax_mr.settings import field
@@ -52,7 +51,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         def loss(params, state, batch, key):
             z, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key, method="features")
             logits, state = network.train_apply(params, state, z, mask=batch.mask, key=key, method="head")
-            supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            supervised = network.task.objective(logits, batch.y, batch.mask)
 
             near = cosine(z, network.features(received, batch.x))
             far = cosine(z, network.features(memory.model, batch.x))

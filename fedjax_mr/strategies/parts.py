@@ -14,7 +14,7 @@ from fedjax_mr.client import local
 from fedjax_mr.client.local import Metrics
 from fedjax_mr.client.samples import ClientData, Samples
 from fedjax_mr.errors import UserError
-from fedjax_mr.models import Variables
+from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.interface import (
     ClientUpdate,
     Cohort,
@@ -181,6 +181,11 @@ def public_samples(problem: Problem, method: str, *, labelled: bool = False) -> 
     if public is None or (labelled and public.y is None):
         raise UserError(f"{method} needs {'labelled ' if labelled else ''}public data: pass public_share=0.1")
     return public
+
+
+def no_targets(network: Model, count: int) -> jax.Array:
+    """Zeros in place of the targets [P, ...] of unlabelled samples, which no loss reads."""
+    return jnp.zeros((count, *network.task.target_shape(network.input_shape)), network.task.dtype)
 
 
 def require_epochs(problem: Problem, method: str) -> None:

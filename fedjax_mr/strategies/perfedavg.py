@@ -98,7 +98,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
     def personal_model(state, memory, data, key):
         params, others = state.model["params"], {name: leaf for name, leaf in state.model.items() if name != "params"}
-        gradient = jax.grad(local.cross_entropy(problem.model), has_aux=True)
+        gradient = jax.grad(local.supervised(problem.model), has_aux=True)
         gradient, others = gradient(params, others, local.draw(setting, data, key), key)
         return {"params": adapt(params, gradient), **others}
 

@@ -173,7 +173,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         model = trees.where(memory.trained, memory.model, payload["model"])
         q = Gaussian(model["params"], trees.where(memory.trained, memory.rho, payload["rho"]))
         strength = hyper.zeta / jnp.maximum(data.size, 1).astype(jnp.float32)
-        loss = local.cross_entropy(problem.model)
+        loss = local.supervised(problem.model)
         both = local_round(loss, optimizer, strength=strength, steps=hyper.inner_steps)
         start = (q, p, local.trained_and_state(model)[1])
         (q, p, state), metrics = local.run(both, problem.local, start, data, key)

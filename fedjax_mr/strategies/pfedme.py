@@ -144,7 +144,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         )
 
     def client_update(payload, memory, data, round, key):
-        loss = local.cross_entropy(problem.model)
+        loss = local.supervised(problem.model)
         both = local_round(loss, strength=hyper.strength, steps=hyper.inner_steps, eta=eta, personal_lr=personal_lr)
         (theta, w), metrics = local.run(both, problem.local, payload["model"], data, key)
         tested = LastModel(w if hyper.evaluate == "w_local" else theta, jnp.ones((), bool))

@@ -311,7 +311,7 @@ def build(
         def loss(params, state, batch, key):
             z, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key, method="features")
             logits, state = network.train_apply(params, state, z, mask=batch.mask, key=key, method="head")
-            supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            supervised = network.task.objective(logits, batch.y, batch.mask)
             far = jnp.mean(jnp.square(z.reshape(-1, width) - prototypes[batch.y]), axis=1)
             return local.masked_mean(supervised + hyper.strength * known[batch.y] * far, batch.mask), state
 

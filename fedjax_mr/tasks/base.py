@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fedjax_mr.errors import UserError
 
@@ -33,14 +34,20 @@ class Sums(Protocol):
     def __call__(self, task: Any, outputs: jax.Array, targets: jax.Array, mask: jax.Array, /) -> Any: ...
 
 
-@dataclasses.dataclass(frozen=True)
+TITLES = {
+    "rmse": "RMSE", "mae": "MAE", "r2": "R²", "auroc": "AUROC", "ece": "ECE", "iou": "IoU", "dice": "Dice",
+    "macro_f1": "macro F1", "micro_f1": "micro F1", "brier": "Brier score", "top5_accuracy": "top-5 accuracy",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Metric:
     """A number by which models are judged.
 
     Attributes:
       name: its name in flags, columns and figures.
       sums: what is added over samples, inside the compiled test.
-      value: (sums as NumPy arrays of float64) -> a number, or an array with one number per class. NaN if undefined.
+      value: (sums as NumPy arrays) -> a number, or an array with one number per class. NaN if undefined.
       higher_is_better: whether larger values are better.
       unit: unit in tables and figures: ``fraction``, ``nats``, ``bits``, ``target`` (that of the targets), or "".
       needs: what it requires of a task, see `Task.provides`.
@@ -53,10 +60,18 @@ class Metric:
     unit: str = ""
     needs: frozenset[str] = frozenset()
 
+    @property
+    def title(self) -> str:
+        """The name in words, for tables and figures."""
+        return TITLES.get(self.name, self.name.replace("_", " "))
+
+    def __repr__(self) -> str:
+        return f"Metric({self.name})"
+
     def of(self, sums: Any) -> Any:
         """The value of sums, without warnings where it is undefined."""
         with np.errstate(all="ignore"):
-            return self.value(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), sums))
+            return self.value(jax.tree.map(np.asarray, sums))
 
     def each(self, sums: Any) -> np.ndarray:
         """The values of R sums with leaves [R, ...]."""
@@ -118,11 +133,28 @@ class Task:
         is our choice: papers distil classes only.
         """
         if "logits" in self.provides:
-            each = jax.nn.softmax(teacher) * (jax.nn.log_softmax(teacher) - jax.nn.log_softmax(outputs))
-            return jnp.sum(each, axis=-1).reshape(len(outputs), -1).mean(axis=-1)
+            shares = jax.nn.log_softmax(outputs), jax.nn.log_softmax(teacher)
+            each = optax.losses.kl_divergence_with_log_targets(*shares)
+            return each if each.ndim == 1 else jnp.mean(each.reshape(len(each), -1), axis=-1)
         return jnp.mean(jnp.square(outputs - teacher).reshape(len(outputs), -1), axis=-1) / 2
 
     # --- the targets
+
+    @classmethod
+    def convert(cls, y: np.ndarray) -> np.ndarray:
+        """Targets of a user [M, ...] in the form of the task. Default: another dtype of the same kind."""
+        same_kind = np.issubdtype(y.dtype, np.integer) or np.issubdtype(cls.dtype, np.floating)
+        return y.astype(cls.dtype) if y.dtype.kind in "biuf" and same_kind else y
+
+    @classmethod
+    def of(cls, y: np.ndarray) -> "Task":
+        """The task of targets [M, ...], after `convert`. Default: as wide as the targets of a sample."""
+        return cls(width=y.shape[-1] if y.ndim > 1 else 1)
+
+    def fitted(self, y: np.ndarray) -> "Task":
+        """The task with what it needs to know about the training targets [M, ...]. Default: nothing."""
+        del y
+        return self
 
     def target_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the target of a sample of ``shape``. Default: one number."""
@@ -157,10 +189,27 @@ class Task:
         """The value of each metric, from its sums by name."""
         return {metric.name: metric.of(sums[metric.name]) for metric in self.metrics}
 
+    def values_of_each(self, sums: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The values [R, ...] of each metric, from R sums by name with leaves [R, ...]."""
+        return {metric.name: metric.each(sums[metric.name]) for metric in self.metrics}
+
     @property
     def primary(self) -> Metric:
         """The first metric: it decides which model is best."""
         return self.metrics[0]
+
+    def columns(self, values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+        """Values by metric as columns: a number as it is, ``recall_0``, ``recall_1`` ... for one per class.
+
+        Tables such as the confusion matrix are no columns.
+        """
+        columns: dict[str, float] = {}
+        for name, value in values.items():
+            if np.ndim(value) == 0:
+                columns[prefix + name] = float(value)
+            elif np.ndim(value) == 1:
+                columns |= {f"{prefix}{name}_{number}": float(each) for number, each in enumerate(value)}
+        return columns
 
     # --- as JSON
 

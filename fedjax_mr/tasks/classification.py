@@ -28,6 +28,11 @@ class Classification(Task):
         """The probabilities of the classes [B, C]."""
         return jax.nn.softmax(outputs)
 
+    @classmethod
+    def of(cls, y: np.ndarray) -> Task:
+        """As many classes as the largest one says."""
+        return cls(width=int(y.max(initial=0)) + 1)
+
     def check(self, x: np.ndarray, y: np.ndarray, where: str) -> None:
         """Check labels [M]. Raises a UserError: they are no integers, or outside 0..C-1."""
         del x

@@ -43,6 +43,11 @@ class Language(Task):
         """One token per position: [T]."""
         return shape[:1]
 
+    @classmethod
+    def of(cls, y: np.ndarray) -> Task:
+        """As many tokens as the largest one says."""
+        return cls(width=int(y.max(initial=0)) + 1)
+
     def check(self, x: np.ndarray, y: np.ndarray, where: str) -> None:
         """Check tokens [M, T]. Raises a UserError: the samples are no tokens, or a token is outside 0..V-1."""
         if x.ndim != 2 or not np.issubdtype(x.dtype, np.signedinteger):

@@ -49,6 +49,20 @@ class Regression(Task):
         del shape
         return (self.width,)
 
+    @classmethod
+    def convert(cls, y: np.ndarray) -> np.ndarray:
+        """Numbers [M] or [M, C] as float32 [M, C]."""
+        y = super().convert(y)
+        return y[:, None] if y.ndim == 1 else y
+
+    def fitted(self, y: np.ndarray) -> Task:
+        """The task with the mean and standard deviation of the training targets, unless it has some."""
+        if self.mean != (0.0,) or self.std != (1.0,):
+            return self
+        spread = y.std(axis=0, dtype=np.float64)
+        mean, std = y.mean(axis=0, dtype=np.float64), np.where(spread > 0, spread, 1.0)
+        return dataclasses.replace(self, mean=tuple(map(float, mean)), std=tuple(map(float, std)))
+
     def strata(self, y: np.ndarray) -> tuple[np.ndarray, int]:
         """Tenths of the samples by the first number."""
         edges = np.quantile(y[:, 0], np.arange(1, STRATA) / STRATA)

@@ -52,6 +52,11 @@ class Segmentation(Task):
         """One class per pixel: [H, W]."""
         return shape[:2]
 
+    @classmethod
+    def of(cls, y: np.ndarray) -> Task:
+        """As many classes as the largest one says."""
+        return cls(width=int(y.max(initial=0)) + 1)
+
     def check(self, x: np.ndarray, y: np.ndarray, where: str) -> None:
         """Check masks [M, H, W]. Raises a UserError: the samples are no images, or a class is outside 0..C-1."""
         if x.ndim != 4:

@@ -57,6 +57,16 @@ class Survival(Task):
             row = int(np.argmax(other))
             raise UserError(f"{where} has event {y[row, 1]:g} in row {row}: 1 is an event, 0 the end of observation")
 
+    @classmethod
+    def of(cls, y: np.ndarray) -> Task:
+        """The targets are time and event, the output is one risk."""
+        del y
+        return cls()
+
+    def fitted(self, y: np.ndarray) -> Task:
+        """The task with the times of the training samples' events, unless it has some."""
+        return self if self.times else dataclasses.replace(self, times=times_of(y))
+
     def strata(self, y: np.ndarray) -> tuple[np.ndarray, int]:
         """Censored samples and events."""
         return y[:, 1].astype(np.int32), 2

@@ -50,7 +50,7 @@ def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_sam
     data = one_client(federation, client)
 
     seen = []
-    ordinary = local.cross_entropy(problem.model)
+    ordinary = local.supervised(problem.model)
 
     def spying(params, state, batch, key):
         jax.debug.callback(lambda y, mask: seen.append((np.asarray(y), np.asarray(mask))), batch.y, batch.mask)

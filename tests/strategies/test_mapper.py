@@ -96,9 +96,7 @@ class Search:
         monkeypatch.setattr(mapper, "divide", lambda data, max_size: self.parts)
         monkeypatch.setattr(local, "train", self.train)
         monkeypatch.setattr(local, "score", self.score)
-        monkeypatch.setattr(
-            local, "cross_entropy", lambda model: lambda params, state, batch, key: (params["w"], state)
-        )
+        monkeypatch.setattr(local, "supervised", lambda model: lambda params, state, batch, key: (params["w"], state))
 
     def name(self, data):
         return {int(part.offset): name for name, part in zip("ABG", self.parts, strict=True)}[int(data.offset)]

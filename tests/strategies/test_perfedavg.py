@@ -100,7 +100,7 @@ def test_the_gradient_is_taken_after_a_step_on_another_batch(tokens, trainings, 
 def test_a_personal_model_is_one_step_on_the_clients_own_batch(tokens, monkeypatch, alpha, step):
     federation = tokens([[0, 1], [1]], lr=0.25)
     monkeypatch.setattr(local, "draw", lambda setting, data, key: (np.float32(2), np.float32(data.client_id)))
-    monkeypatch.setattr(local, "cross_entropy", lambda model: parabola)
+    monkeypatch.setattr(local, "supervised", lambda model: parabola)
     strategy = perfedavg.build(Hyper(adapt_lr=alpha), federation.problem)
     state = GlobalModel(tokens.point(4) | {"passes": np.int32(0)})
     own = strategy.personal_model(state, None, federation.client(1), jax.random.key(0))

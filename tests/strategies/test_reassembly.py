@@ -452,7 +452,9 @@ def test_training_learns_and_changes_nothing_else(zoo, programs):
     public, chain = samples(), stitched(zoo, programs)
     before = jax.tree.map(np.array, [piece.variables for piece in chain])
     loss = lambda chain: float(
-        chains.cross_entropy(jnp.asarray(programs.logits(chain, public)), public.y, jnp.ones(len(public.y)))
+        chains.supervised(Classification(width=10))(
+            jnp.asarray(programs.logits(chain, public)), public.y, jnp.ones(len(public.y))
+        )
     )
     trained = programs.train(chain, public, jax.random.key(0), epochs=25, batch_size=8)
     traces = programs.traces

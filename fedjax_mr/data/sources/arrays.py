@@ -15,12 +15,13 @@ from fedjax_mr import files
 from fedjax_mr.data import inputs, npz
 from fedjax_mr.data.federated import Dataset, first_position
 from fedjax_mr.data.values import as_array, ids, is_missing
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.tasks import TASKS, Classification, Task
 
 TEST_SHARE = 0.2  # share of the test set if the user provides none
 SPLIT_SEED = 0  # constant, so that all runs of all strategies are tested on the same samples
 LARGEST_FLOATS = 5.0  # root mean square: 1 if standardised, below 1 in 0..1, 7.7 for digits in 0..16, 117 in 0..255
-OPTIONAL = ("client", "x_test", "y_test", "client_test", "domain", "domain_test", "num_classes", "mean", "std")
+OPTIONAL = ("task", "client", "x_test", "y_test", "client_test", "domain", "domain_test", "num_classes", "mean", "std")
 
 # How to convert other files, by suffix.
 _TABLE = (
@@ -40,8 +41,12 @@ def is_file(name: str) -> bool:
     return name.endswith((".npz", *_RECIPES))
 
 
-def load(path: Path | str) -> Dataset:
+def load(path: Path | str, *, task: str | None = None) -> Dataset:
     """Read an .npz file.
+
+    Args:
+      path: the file.
+      task: a name of `tasks.TASKS`. Default: the array ``task`` of the file, or classification.
 
     Raises:
       UserError: the file is missing, empty or truncated, its arrays do not match, or it has another suffix. In the last
@@ -60,13 +65,16 @@ def load(path: Path | str) -> Dataset:
         raise UserError(f"{path} is empty, truncated or not an .npz file of plain arrays ({error})") from None
     if not {"x", "y"} <= arrays.keys() <= {"x", "y", *OPTIONAL}:
         raise UserError(f"{path} contains {sorted(arrays)}; it needs x and y and may contain {', '.join(OPTIONAL)}")
-    return from_arrays(name=path.stem, **arrays)
+    recorded = arrays.pop("task", None)
+    task = task or (None if recorded is None else str(recorded))
+    return from_arrays(name=path.stem, task=task, **arrays)
 
 
 def from_arrays(
     x: np.ndarray,
     y: np.ndarray,
     *,
+    task: str | Task | None = None,
     client: Sequence[Any] | np.ndarray | None = None,
     x_test: np.ndarray | None = None,
     y_test: np.ndarray | None = None,
@@ -78,17 +86,21 @@ def from_arrays(
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
 ) -> Dataset:
-    """Make a dataset of images, vectors or token sequences with class labels.
+    """Make a dataset of images, vectors or token sequences with class labels, or with the targets of another task.
 
     Integers in 0..255 of shape [M, H, W] or [M, H, W, channels] are images with channels last (square images with 1 or
     3 channels first are refused). Integers [M, T] are tokens. Floating-point numbers are used as they are; if their
-    root mean square is above `LARGEST_FLOATS`, ``mean`` and ``std`` are required. Floats [M, H, W] are images only if H
-    = W, because others may be sequences, which are not supported. If there is no test set, 20 % of the
-    samples of each client (or of each class, without clients) become the test set, with a constant seed.
+    root mean square is above `LARGEST_FLOATS`, ``mean`` and ``std`` are required. Floats [M, H, W] are images if H = W,
+    and else sequences of T = H positions with F = W numbers, zeros at the end of a shorter one. If there is no test
+    set, 20 % of the samples of each client (or of each class, without clients) become the test set, with a constant
+    seed.
 
     Args:
       x: [M, ...] samples.
-      y: [M] integer labels 0..C-1. Without ``num_classes``, every label must occur in y or y_test.
+      y: [M] integer labels 0..C-1, or the targets of ``task``. Without ``num_classes``, every label must occur in y or
+        y_test.
+      task: a name of `tasks.TASKS`, or a task. Default: classification. By name, facts such as the mean and standard
+        deviation of the targets are those of the training samples.
       client: [M] the natural client of each sample: numbers or names, "" for samples without a client.
       x_test: [T, ...] the global test set.
       y_test: [T] its labels.
@@ -111,12 +123,28 @@ def from_arrays(
         raise UserError(
             f"{name}: with x_test, domain and domain_test belong together; without it, only domain is needed"
         )
-    x, y = _samples(x, f"{name}: x"), _labels(y, f"{name}: y")
+    if isinstance(task, str) and task not in TASKS:
+        raise unknown_name("task", task, TASKS)
+    kind = Classification if task is None else TASKS[task] if isinstance(task, str) else type(task)
+    x = _samples(x, f"{name}: x")
+    y = _labels(y, f"{name}: y") if kind is Classification else kind.convert(as_array(y, f"{name}: y"))
     if len(x) != len(y):
         raise UserError(f"{name}: {len(x)} samples but {len(y)} labels")
     if x_test is not None and y_test is not None:
-        x_test, y_test = _samples(x_test, f"{name}: x_test"), _labels(y_test, f"{name}: y_test", test=True)
-    num_classes = _num_classes(y, y_test, num_classes, name)
+        x_test = _samples(x_test, f"{name}: x_test")
+        test_name = f"{name}: y_test"
+        y_test = (
+            _labels(y_test, test_name, test=True)
+            if kind is Classification
+            else kind.convert(as_array(y_test, test_name))
+        )
+    if kind is Classification:
+        num_classes = _num_classes(y, y_test, num_classes, name)
+        task = task if isinstance(task, Task) else Classification(width=num_classes)
+    else:
+        if not isinstance(task, Task):
+            task = kind.of(y if y_test is None else np.concatenate([y, y_test]))
+        task.check(x, y, f"{name}: the training set")  # before the split, so that errors name the user's row
     client = None if client is None else ids(client, f"{name}: client", nobody=True)
     client_test = None if client_test is None else ids(client_test, f"{name}: client_test", nobody=True)
     domain = None if domain is None else ids(domain, f"{name}: domain")
@@ -125,16 +153,17 @@ def from_arrays(
         ("client id", client, y), ("client id", client_test, y_test),
         ("domain", domain, y), ("domain", domain_test, y_test),
     ):  # fmt: skip
-        if owners is not None and labels is not None and owners.shape != labels.shape:
+        if owners is not None and labels is not None and owners.shape != labels.shape[:1]:
             raise UserError(f"{name}: labels of shape {labels.shape} need one {what} each, not shape {owners.shape}")
     names, number, number_of_test = _numbered(client, client_test)
     domain_names, domain, domain_test = _numbered(domain, domain_test)
     if x_test is not None and y_test is not None:
         test_x, test_y = x_test, y_test
     else:
-        test = _held_out(y if number is None else number)
+        strata, _ = task.strata(y) or (np.zeros(len(y), int), 1)
+        test = _held_out(strata if number is None else number)
         if len(y) and not test.any():
-            groups = "class" if number is None else "client"
+            groups = "client" if number is not None else "class" if kind is Classification else "group of targets"
             raise UserError(
                 f"{name}: no {groups} has three samples, of which one is held out for the test: add samples, or give "
                 "test samples (x_test, y_test)"
@@ -157,7 +186,7 @@ def from_arrays(
         y,
         test_x,
         test_y,
-        num_classes=num_classes,
+        task=task.fitted(y),
         mean=_per_channel(mean, default or (0.0,), x, f"{name}: mean"),
         std=_per_channel(std, default or (1.0,), x, f"{name}: std", nonzero=True),
         client=number,
@@ -195,12 +224,6 @@ def _samples(x: np.ndarray, name: str) -> np.ndarray:
     if x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[2] == x.shape[3] > 4:
         raise UserError(f"{name} has images of shape {x.shape[1:]} with channels first: use x.transpose(0, 2, 3, 1)")
     if np.issubdtype(x.dtype, np.floating):
-        if x.ndim == 3 and x.shape[1] != x.shape[2]:
-            raise UserError(
-                f"{name} has samples of {x.shape[1]} x {x.shape[2]} floating-point numbers: for images, add the "
-                "channel with x[..., None]; sequences of real numbers are not supported (x.reshape(len(x), -1) makes "
-                "vectors of them)"
-            )
         with np.errstate(over="ignore"):  # infinite values are refused below
             given, x = x, x.astype(np.float32)
         if bad := first_position(~np.isfinite(x) & np.isfinite(given)):
@@ -214,7 +237,8 @@ def _samples(x: np.ndarray, name: str) -> np.ndarray:
             floats = "; if they are measurements, use x.astype('float32')" if x.ndim == 2 else ""
             raise UserError(f"{name} has values from {low} to {high}, but {kind}{floats}")
         x = x.astype(np.uint8 if x.ndim > 2 else np.int32)
-    return x[..., None] if x.ndim == 3 else x
+    sequences = x.ndim == 3 and x.dtype == np.float32 and x.shape[1] != x.shape[2]
+    return x[..., None] if x.ndim == 3 and not sequences else x
 
 
 def _refuse_large(x: np.ndarray, name: str, *, held_out: bool = False) -> None:
@@ -304,22 +328,21 @@ def _remedy(y: np.ndarray, test: bool) -> str:
     if y.ndim == 1 or (y.ndim == 2 and y.shape[1] == 1):
         column = array if y.ndim == 1 else f"{array}[:, 0]"
         if kind == "f" and not np.array_equal(y, np.round(y)):
-            return f"regression is not supported; classes of values are {array} = np.digitize({column}, edges)"
+            return f"task='regression' predicts numbers; classes of values are {array} = np.digitize({column}, edges)"
         return f"use {column}{'' if kind in 'iu' else '.astype(int)'}" if kind in "biuf" else ""
     if y.ndim == 2 and kind in "biuf" and y.size:
         sums, binary = y.sum(1), np.isin(y, (0, 1)).all()
         if binary and (sums == 1).all():
             return f"use {array}.argmax(1), because the labels are one-hot"
         if binary:
-            return (
-                f"several labels per sample are not supported: train one run for each of the {y.shape[1]} columns, "
-                f"with {array}[:, column].astype(int)"
-            )
+            return "task='multilabel' has several labels per sample"
         if (y >= 0).all() and np.allclose(sums, 1, atol=1e-3):
             return f"probabilities of classes are not supported; the most probable class is {array}.argmax(1)"
     if y.ndim > 1 and kind == "f":
-        return "regression with several values per sample is not supported"
-    return "several labels per sample are not supported" if y.ndim > 1 and kind in "biu" else ""
+        return "task='regression' predicts several numbers per sample"
+    if y.ndim == 3 and kind in "iu":
+        return "task='segmentation' has a class for each pixel"
+    return "task='language' has a token for each position" if y.ndim == 2 and kind in "iu" else ""
 
 
 def _num_classes(y: np.ndarray, y_test: np.ndarray | None, num_classes: int | None, name: str) -> int:

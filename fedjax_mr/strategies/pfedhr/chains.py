@@ -22,6 +22,7 @@ from fedjax_mr.client.samples import Samples, gather
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import calls
 from fedjax_mr.models.base import BlockNet, Model, Variables
+from fedjax_mr.tasks import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +117,13 @@ def num_parameters(chain: Chain) -> int:
 
 
 Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(logits [B, C], labels [B], mask [B]) -> mean loss in nats; the mask is 1 for true samples, 0 for padding."""
+"""(outputs [B, C], targets [B, ...], mask [B]) -> mean loss; the mask is 1 for true samples, 0 for padding."""
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
-    """The mean cross-entropy of the true samples."""
-    return local.masked_mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), mask)
+@functools.cache  # the same function in every round, because it is a key of compiled programs
+def supervised(task: Task) -> Loss:
+    """The mean loss of the task over the true samples, such as the cross-entropy."""
+    return lambda outputs, targets, mask: local.masked_mean(task.objective(outputs, targets, mask), mask)
 
 
 Views = Callable[[jax.Array, jax.Array], jax.Array]
@@ -180,7 +182,7 @@ class PiecePrograms:
         *,
         epochs: int,
         batch_size: int,
-        loss: Loss = cross_entropy,
+        loss: Loss,
         views: Views | None = None,
         stitches_only: bool = False,
     ) -> Chain:

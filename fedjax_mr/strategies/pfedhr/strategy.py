@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import logging
 
 from fedjax_mr import trees
@@ -263,7 +262,7 @@ class Reassembler:
         hyper = self.hyper
         fixed = {"epochs": hyper.server_epochs, "batch_size": hyper.server_batch}
         if hyper.public == "labelled":
-            return {**fixed, "loss": chains.cross_entropy}
+            return {**fixed, "loss": chains.supervised(self.problem.model.task)}
         contrast = lambda logits, labels, mask: contrastive.nt_xent(logits, mask, temperature=hyper.temperature)
         return {
             **fixed,
@@ -370,8 +369,9 @@ class Reassembler:
             own = samples._replace(x=jnp.asarray(data.samples.x[rows]), y=None)
             teaching[number] = self.programs.logits(teacher, own)
             sizes[number] = sum(trees.num_bytes(piece.variables) for piece in teacher) // 4
-            labels = np.asarray(data.samples.y[rows[:size]])
-            scores.append(accuracy_and_confidence(teaching[number][:size], labels))
+            if "classes" in problem.model.task.provides:
+                labels = np.asarray(data.samples.y[rows[:size]])
+                scores.append(accuracy_and_confidence(teaching[number][:size], labels))
         state = state._replace(teaching=jnp.asarray(teaching), teacher_size=jnp.asarray(sizes))
         account = account_of(clients, result, teachers)
         accuracy, confidence = np.mean(scores, axis=0) if scores else (np.nan, np.nan)
@@ -464,13 +464,12 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         def loss(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            supervised = optax.softmax_cross_entropy_with_integer_labels(logits, batch.y)
+            supervised = network.task.objective(logits, batch.y, batch.mask)
             teacher = payload["teaching"][batch.position]
-            student = jax.nn.log_softmax(logits)
-            if hyper.distillation == "kl":
-                distilled = optax.losses.kl_divergence_with_log_targets(student, jax.nn.log_softmax(teacher))
+            if hyper.distillation == "kl" or "logits" not in network.task.provides:
+                distilled = network.task.divergence(logits, teacher)
             else:
-                distilled = -jnp.sum(teacher * student, axis=-1)
+                distilled = -jnp.sum(teacher * jax.nn.log_softmax(logits), axis=-1)
             return local.masked_mean(supervised + weight * distilled, batch.mask), state
 
         start = memory.model
