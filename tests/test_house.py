@@ -34,15 +34,16 @@ FREE = {"errors", "files", "keys", "registry", "settings", "trees", "untrusted"}
 # The library is pure; the laboratory (the command `main`, `export` and the rooms below) uses it, and never the reverse.
 INTERFACE = {"strategies.interface", "strategies.parts", "strategies.traffic"}  # what a strategy is; no method
 LIBRARY = {
-    "models": set(),
-    "data": set(),
+    "tasks": set(),
+    "models": {"tasks"},
+    "data": {"tasks"},
     "client": {"models"},
-    "strategies": {"client", "models"},
+    "strategies": {"client", "models", "tasks"},
     "secure": {"models"},
     "channel": {"client", "models", "secure"} | INTERFACE,
     "clock": {"channel.base", "client"} | INTERFACE,
-    "engine": {"client", "data", "models"} | INTERFACE,
-    "engine.simulator": {"client", "data", "engine", "models", "strategies"},
+    "engine": {"client", "data", "models", "tasks"} | INTERFACE,
+    "engine.simulator": {"client", "data", "engine", "models", "strategies", "tasks"},
     "plots": set(),
 }
 # Downwards only; a room may use its own files. The longest name that fits a module counts.
@@ -59,7 +60,7 @@ LABORATORY = {
     "deploy": {"experiment"},
     "testing": {"deploy", "experiment"},  # its fake messages of real clients
 }
-ROOMS_OF_THE_LIBRARY = {"channel", "client", "clock", "data", "engine", "models", "secure", "strategies"}
+ROOMS_OF_THE_LIBRARY = {"channel", "client", "clock", "data", "engine", "models", "secure", "strategies", "tasks"}
 MAY_IMPORT = LIBRARY | {name: rooms | ROOMS_OF_THE_LIBRARY for name, rooms in LABORATORY.items()}
 # The command of a room of the library (its __main__) belongs to the laboratory.
 COMMANDS_OF_ROOMS = {"plots", "experiment"}

@@ -77,7 +77,7 @@ def of_facts(facts: Mapping[str, Any]) -> Task:
         raise ValueError(f"the task {name} has no {', '.join(sorted(set(facts) - fields))}")
     if "width" not in facts:
         raise ValueError(f"the task {name} needs its width")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
     return with_metrics(TASKS[name](**values))
 
 

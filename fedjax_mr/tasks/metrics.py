@@ -165,7 +165,7 @@ def _log_odds(logits: jax.Array) -> jax.Array:
 
 def _aurocs(histograms: Any) -> Any:
     """The area under the ROC curve of each label [C], one against the rest; NaN if all or no samples have it."""
-    others, own = histograms
+    others, own = np.asarray(histograms, np.float64)  # there are more pairs than float32 can count
     lower = np.cumsum(others, -1) - others
     return ((lower + others / 2) * own).sum(-1) / (others.sum(-1) * own.sum(-1))
 
@@ -237,8 +237,9 @@ def _explained(task: Any, outputs: jax.Array, targets: jax.Array, mask: jax.Arra
 
 def _r2(sums: Any) -> Any:
     """The mean of R2 over the C numbers; NaN where targets are constant, which float32 sums tell to five digits."""
-    spread = sums["targets_squared"] - np.square(sums["targets"]) / sums["count"]
-    spread = np.where(spread > 1e-5 * sums["targets_squared"], spread, np.nan)
+    squared, total = np.float64(sums["targets_squared"]), np.float64(sums["targets"])
+    spread = squared - np.square(total) / sums["count"]
+    spread = np.where(spread > 1e-5 * squared, spread, np.nan)
     return np.mean(1 - sums["errors_squared"] / spread)
 
 
@@ -286,7 +287,7 @@ def _concordance(histograms: Any) -> Any:
     exact where the times of the samples are among the task's times, but for the ties of risks in one bin. Otherwise
     two events in one interval are not compared, and a sample that is censored in it counts as longer observed.
     """
-    censored, events = histograms
+    censored, events = np.asarray(histograms, np.float64)  # there are more pairs than float32 can count
     everyone = censored + events
     later = np.cumsum(everyone[::-1], 0)[::-1] - everyone + censored  # those who outlast an event of this interval
     lower = np.cumsum(later, -1) - later

@@ -321,6 +321,13 @@ def test_counts_are_exact_where_float32_ends():
     assert sums[0, 0] == half and sums[0, 0] + sums[0, 0] == 2**24
 
 
+@pytest.mark.parametrize("name", ["auroc", "concordance"])
+def test_pairs_are_counted_in_float64(name):
+    """The sums of one client are float32, whose digits the pairs of many samples exceed."""
+    sums = np.random.default_rng(0).integers(0, 2**20, (2, 5, BINS)).astype(np.float32)
+    np.testing.assert_allclose(METRICS[name].of(sums), METRICS[name].of(np.float64(sums)), rtol=1e-12)
+
+
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +339,8 @@ def test_r2_of_far_targets_keeps_its_digits():
     z = ((y - 2000) / 10 + 0.1 * rng.normal(size=y.shape)).astype(np.float32)
     exact = sk.r2_score(y.astype(np.float64), z.astype(np.float64) * 10 + 2000)
     assert value("r2", task, z, y) == pytest.approx(exact, abs=1e-3)
+    sums = compiled("r2", task)(z, y, np.ones(len(y), np.float32))  # of one client, in float32
+    assert METRICS["r2"].of(sums) == pytest.approx(exact, abs=1e-3)
 
 
 @pytest.mark.parametrize("count", [1, 9, 1000])

@@ -146,6 +146,24 @@ def test_times_of_events():
     assert len(found) == 256 and found[0] == 0 and found[-1] == 999 and set(found) <= set(range(1000))
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_a_task_is_found_from_its_targets(name):
+    task, y = OURS[name], GOOD[name][1]
+    known = np.where(y < 0, task.width - 1, y)
+    found = type(task).of(type(task).convert(known)).fitted(known)
+    assert found.width == task.width and type(task).convert(known).dtype == task.dtype
+    assert found.fitted(known[:1]) == found  # what is known stays
+
+
+def test_what_a_task_learns_from_its_training_targets():
+    y = np.array([[1, 5], [3, 5]])
+    fitted = Regression(width=2).fitted(Regression.convert(y))
+    assert fitted.mean == (2.0, 5.0) and fitted.std == (1.0, 1.0)  # the second is constant
+    assert Regression.convert(y[:, 0]).shape == (2, 1) and Regression.convert(y).dtype == np.float32
+    assert Survival().fitted(GOOD["survival"][1]).times == (0.0, 3.0)
+    assert Classification.convert(np.array([0.5])).dtype == np.float64  # for `check` to refuse
+
+
 # --- values and facts ------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +248,19 @@ def test_metrics_are_refused_in_one_line(name, metrics, message):
     with pytest.raises(UserError) as refused:
         with_metrics(OURS[name], metrics)
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_columns_of_values():
+    task = with_metrics(OURS["classification"], ["accuracy", "recall", "confusion"])
+    z, y = jnp.eye(3)[jnp.array([[0, 1, 1], [0, 0, 0]])], jnp.array([[0, 1, 0], [0, 0, 0]])
+    sums = {metric.name: jax.vmap(lambda *each, row=metric: row.sums(task, *each, jnp.ones(3)))(z, y)
+            for metric in task.metrics}  # fmt: skip
+    values = task.values_of_each(sums)
+    assert values["recall"].shape == (2, 3) and values["confusion"].shape == (2, 3, 3)
+    first = task.columns({name: each[0] for name, each in values.items()}, "test_")
+    assert list(first) == ["test_accuracy", "test_recall_0", "test_recall_1", "test_recall_2"]
+    assert first["test_recall_0"] == 0.5 and first["test_recall_1"] == 1.0 and np.isnan(first["test_recall_2"])
+    assert METRICS["top5_accuracy"].title == "top-5 accuracy" and METRICS["exact_match"].title == "exact match"
 
 
 def test_an_own_metric():
