@@ -34,6 +34,8 @@ TOKENS = Language(width=6)
 RISKS = Survival(times=(1.0, 2.0, 3.0, 5.0))
 CENTRES = FINEST * np.sinh((np.arange(BINS) + 0.5 - BINS / 2) / (BINS / 2) * math.asinh(LARGEST / FINEST))
 
+CELLS = st.sampled_from([0, 255, 256, 257, 300, BINS - 1])  # few, so that there are ties
+
 
 @functools.cache
 def compiled(name, task):
@@ -279,7 +281,7 @@ def test_the_brier_score_of_two_classes_is_twice_the_binary_one():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, BINS - 1), st.integers(-1, 1)), min_size=1, max_size=20))
+@given(st.lists(st.tuples(CELLS, st.integers(-1, 1)), min_size=1, max_size=20))
 def test_auroc_is_exact_for_scores_in_the_middle_of_bins(pairs):
     cell, y = np.array(pairs).T
     known = y >= 0
@@ -304,6 +306,13 @@ def test_auroc_errs_by_less_than_stated(scale, shift):
     found = METRICS["auroc_of_class"].of(histograms)
     assert np.all(np.abs(found - exact) <= bound) and np.all(bound < 0.02)
     assert np.abs(found - exact).max() < 0.006
+
+
+def test_auroc_tells_apart_probabilities_that_round_to_one():
+    gap = np.linspace(20, 60, 20)
+    z, y = np.stack([0 * gap, gap, 0 * gap], 1), np.where(gap > 40, 1, 2).astype(np.int32)
+    assert softmax(z.astype(np.float32), -1)[:, 1].min() == 1
+    np.testing.assert_array_equal(value("auroc_of_class", Classification(width=3), z, y), [np.nan, 1, 1])
 
 
 def test_a_sample_with_no_known_label_does_not_count():
@@ -358,9 +367,7 @@ def test_perfect_predictions():
 
 # --- risks -----------------------------------------------------------------------------------------------------------
 
-SAMPLES = st.lists(
-    st.tuples(st.integers(0, BINS - 1), st.sampled_from([0.5, 1.0, 2.0, 3.0, 5.0]), st.booleans()), max_size=20
-)
+SAMPLES = st.lists(st.tuples(CELLS, st.sampled_from([0.5, 1.0, 2.0, 3.0, 5.0]), st.booleans()), max_size=20)
 
 
 @settings(max_examples=40, deadline=None)
