@@ -37,7 +37,7 @@ LIBRARY = {
     "tasks": set(),
     "models": {"tasks"},
     "data": {"tasks"},
-    "client": {"models"},
+    "client": {"models", "tasks"},
     "strategies": {"client", "models", "tasks"},
     "secure": {"models"},
     "channel": {"client", "models", "secure"} | INTERFACE,

@@ -13,16 +13,18 @@ from collections.abc import Sequence
 from fedjax_mr.analysis import groups, tables
 from fedjax_mr.analysis.groups import VALIDATION, Candidate, Choice
 
-TEST, FINETUNED = "personal_accuracy", "finetuned_accuracy"
+TEST, FINETUNED = "personal_", "finetuned_"  # of the first metric
 
 
 def cells(choices: Sequence[Choice], *, over: Sequence[str]) -> list[list[str]]:
-    """The table as cells, its head first. Accuracies are in percent."""
-    heads = {"validation %": VALIDATION, "test %": TEST, "fine-tuned %": FINETUNED}
+    """The table as cells, its head first. Accuracies and other fractions are in percent."""
+    fractions = all(choice.best is None or choice.best.metric.unit == "fraction" for choice in choices)
+    unit = " %" if fractions else ""
+    heads = {f"validation{unit}": VALIDATION, f"test{unit}": TEST, f"fine-tuned{unit}": FINETUNED}
     names, rows = groups.short_names([choice.setting for choice in choices]), []
     for name, (_, candidates, best) in zip(names, choices, strict=True):
         values = [_value(flag, candidates, best) for flag in over]
-        results = [tables.percent(_result(best, column)) if best else "" for column in heads.values()]
+        results = [tables.shown(_result(best, column), best.metric) if best else "" for column in heads.values()]
         trials = str(best.count("finished")) if best else ""
         rows.append([name, *values, *results, trials, _count(candidates)])
     return tables.filled([["setting", *over, *heads, "seeds", "tried"], *rows])
@@ -30,7 +32,7 @@ def cells(choices: Sequence[Choice], *, over: Sequence[str]) -> list[list[str]]:
 
 def _result(best: Candidate, column: str) -> groups.Statistic:
     known = best.mean(column)
-    return best.mean("accuracy") if column == TEST and known.mean is None else known
+    return best.mean("") if column == TEST and known.mean is None else known
 
 
 def _value(flag: str, candidates: Sequence[Candidate], best: Candidate | None) -> str:

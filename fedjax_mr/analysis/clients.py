@@ -1,5 +1,7 @@
 """Accuracy of the deployed model on each client's own test samples: histogram, mean, spread and the worst tenth.
 
+Of runs that are judged by another metric, it is that one.
+
 The clients' test samples are those of ``python -m fedjax_mr.data``: their natural ones, or parts of the test set in the
 proportions of their labels. Every client counts the same, whatever its size. Clients without test samples do not count.
 
@@ -16,7 +18,8 @@ import numpy as np
 from fedjax_mr import plots
 from fedjax_mr.analysis import runs, tables
 from fedjax_mr.client import local
-from fedjax_mr.client.samples import Samples, gather
+from fedjax_mr.client.local import Score
+from fedjax_mr.client.samples import one_client
 from fedjax_mr.engine.personal import worst_tenth
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
@@ -46,13 +49,16 @@ def main(arguments: argparse.Namespace) -> None:
         plots.histograms(
             {name: values.tolist() for name, values in zip(names, accuracies.values(), strict=True)},
             path,
-            x_label="accuracy on the client's own test samples",
+            x_label=f"{chosen[0].metric().title} on the client's own test samples",
             y_label="clients",
             methods={name: run.method() for name, run in zip(names, chosen, strict=True)},
         )
     rows = [["run", "clients", "mean", "standard deviation", "worst 10 %", "worst"]]
+    higher = chosen[0].metric().higher_is_better
     for name, values in accuracies.items():
-        numbers = (values.mean(), values.std(), worst_tenth(values), values.min())
+        values = values[~np.isnan(values)]
+        worst = values.min() if higher else values.max()
+        numbers = (values.mean(), values.std(), worst_tenth(values, higher_is_better=higher), worst)
         rows.append([name, f"{len(values)}", *(f"{number:.4f}" for number in numbers)])
     print(tables.aligned(rows))
     print(f"drawn in {path}")
@@ -77,23 +83,23 @@ def per_client(run: runs.RunRecord, trained: runs.Trained) -> np.ndarray:
     if not own.split.index.size:
         raise UserError(f"the clients of {run.path} have no test samples of their own")
     test = jax.tree.map(jnp.asarray, normalised(trained.federated.dataset, own.x, own.y))
+    index = jnp.asarray(own.split.index)
 
     @jax.jit
-    def right(variables: Variables, test: Samples, rows: jax.Array) -> jax.Array:
-        logits = trained.model.apply(variables, gather(test, rows))
-        return jnp.argmax(logits, axis=-1) == test.y[rows]
+    def score(variables: Variables, offset: jax.Array, size: jax.Array) -> Score:
+        data = one_client(test, size=size)._replace(index=index, offset=offset)
+        return local.score(trained.model, variables, data, batch_size=local.evaluation_batch())
 
-    tested = np.unique(own.split.index)
-    batch = local.evaluation_batch()
-    padded = np.pad(tested, (0, -len(tested) % batch), mode="edge").reshape(-1, batch)
-    hits = np.zeros(len(own.y))
-    hits[padded.reshape(-1)] = np.concatenate([right(trained.deployed, test, rows) for rows in padded])
-    return np.array([hits[rows].mean() for rows in own.split.parts() if len(rows)])
+    metric = trained.model.task.primary
+    ranges = zip(own.split.offsets[:-1], own.split.sizes, strict=True)
+    scores = [score(trained.deployed, offset, size) for offset, size in ranges if size]
+    return np.array([float(metric.of(each.metrics[metric.name])) for each in scores])
 
 
 def _of_personal_models(run: runs.RunRecord) -> np.ndarray:
     try:
-        return np.array([float(row["accuracy"]) for row in read_clients(run.path) if int(row["test_samples"])])
+        name = run.metric().name
+        return np.array([float(row[name]) for row in read_clients(run.path) if int(row["test_samples"])])
     except (KeyError, ValueError) as error:
         raise UserError(f"{run.path / 'clients.csv'} is damaged ({error})") from None
 

@@ -21,6 +21,7 @@ from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import titles
+from fedjax_mr.tasks import METRICS
 
 LABELS = {
     "accuracy": "test accuracy", "loss": "test loss (nats)", "train_loss": "training loss (nats)",
@@ -36,9 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     groups.add_arguments(parser)
     parser.add_argument(
         "--column",
-        default="accuracy",
         help="column of metrics.csv, or several with commas: a run has a line for each of them that it has. Default: "
-        "accuracy",
+        "the first metric, such as accuracy",
     )
     parser.add_argument("--x", choices=plots.X_UNITS, default="rounds", help="horizontal axis. Default: rounds")
     parser.add_argument(
@@ -56,10 +56,10 @@ def main(arguments: argparse.Namespace) -> None:
         chosen = [run for choice in choices if choice.best for run in choice.best.finished().values()]
         if not chosen:
             raise UserError(f"--best={arguments.best}: no run is finished, so no value is the best")
-    column: str = arguments.column
+    column: str = arguments.column or chosen[0].metric().name
     drawn = curves(chosen, column=column, panels=arguments.panels, x=arguments.x)
     column = column.partition(",")[0]
-    words = LABELS.get(column, column.replace("_", " "))
+    words = LABELS.get(column) or (f"test {METRICS[column].title}" if column in METRICS else column.replace("_", " "))
     with runs.output_folder(arguments.out, chosen) as folder:
         path = folder / f"{column}.{arguments.format}"
         plots.lines(
@@ -213,7 +213,8 @@ def _name(name: str, own: Sequence[_Curve]) -> str:
 
 def _possible(column: str) -> tuple[float, float]:
     """The lowest and highest possible value of a column. Bands end there."""
-    return (0.0, 1.0) if "accuracy" in column else (0.0, math.inf) if "loss" in column else (-math.inf, math.inf)
+    fraction = "accuracy" in column or (column in METRICS and METRICS[column].unit == "fraction")
+    return (0.0, 1.0) if fraction else (0.0, math.inf) if "loss" in column else (-math.inf, math.inf)
 
 
 def _value(run: RunRecord, row: dict, column: str) -> float:

@@ -16,8 +16,9 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import kept, titles
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import STATES
+from fedjax_mr.tasks import Metric
 
-VALIDATION, VALIDATION_LOSS = "validation_accuracy", "validation_loss"
+VALIDATION, VALIDATION_LOSS = "validation_", "validation_loss"  # the first one goes on with the first metric
 RUNS = "run folder, table of kept runs (NAME.jsonl.gz), TABLE/PATTERN for some of its runs, or folder that holds some"
 
 
@@ -155,7 +156,7 @@ def _key(config: Config) -> str:
 
 
 def by_seed(runs: Sequence[RunRecord]) -> dict[str, float]:
-    """The mean accuracy of the last ten evaluations of each finished run in percent, by seed.
+    """The mean of the last ten evaluations of each finished run, by seed; accuracies and other fractions in percent.
 
     If the partition has another seed, it follows the seed of the run: ``0/7``.
     """
@@ -164,7 +165,9 @@ def by_seed(runs: Sequence[RunRecord]) -> dict[str, float]:
         seed, partition_seed = seeds(run.config)
         if run.state == "finished":
             name = str(seed) if seed == partition_seed else f"{seed}/{partition_seed}"
-            accuracies[name] = 100 * float(run.summary()["accuracy_mean_last_10"])
+            metric = run.metric()
+            unit = 100 if metric.unit == "fraction" else 1
+            accuracies[name] = unit * float(run.summary()[f"{metric.name}_mean_last_10"])
     return accuracies
 
 
@@ -217,10 +220,18 @@ class Candidate(NamedTuple):
         return not all(map(_validated, self.finished().values()))
 
     def mean(self, column: str, seeds: Sequence[str] | None = None) -> Statistic:
-        """The statistic of a final result over some seeds. Default: all finished ones."""
+        """The statistic of a final result over some seeds. Default: all finished ones.
+
+        A column that ends in ``_`` is one of the first metric, such as ``validation_accuracy``.
+        """
         finished = self.finished()
         chosen = finished.values() if seeds is None else [finished[seed] for seed in seeds]
-        return Statistic.of((run.summary() | run.rows()[-1]).get(column) for run in chosen)
+        return Statistic.of((run.summary() | run.rows()[-1]).get(_full(column, run)) for run in chosen)
+
+    @property
+    def metric(self) -> Metric:
+        """The metric by which its runs are judged."""
+        return next(run.metric() for run in self.runs if run.state == "finished")
 
 
 class Choice(NamedTuple):
@@ -260,13 +271,18 @@ def choose(chosen: Sequence[RunRecord], *, over: Sequence[str]) -> list[Choice]:
         grids.setdefault(json.dumps(others), (others, []))[1].append(Candidate(values, members))
     finished = [run for run in chosen if run.state == "finished"]
     if finished and not any(_validated(run) for run in finished):
-        raise UserError(f"{finished[0].path} has no {VALIDATION}: train the runs with --validation_share")
+        column = _full(VALIDATION, finished[0])
+        raise UserError(f"{finished[0].path} has no {column}: train the runs with --validation_share")
     return [Choice(setting, candidates, _best(candidates)) for setting, candidates in grids.values()]
 
 
 def _validated(run: RunRecord) -> bool:
     """Whether a finished run has a final validation accuracy. Runs of earlier versions may have none."""
-    return (run.summary() | run.rows()[-1]).get(VALIDATION) is not None
+    return (run.summary() | run.rows()[-1]).get(_full(VALIDATION, run)) is not None
+
+
+def _full(column: str, run: RunRecord) -> str:
+    return f"{column}{run.metric().name}" if column.endswith("_") or not column else column
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -282,8 +298,9 @@ def _best(candidates: Sequence[Candidate]) -> Candidate | None:
         )
 
     def score(candidate: Candidate) -> tuple[float, float]:
-        """Sorts as `fedjax_mr.tune` does: by accuracy, ties by the loss."""
-        accuracy, loss = (candidate.mean(column, common).mean for column in (VALIDATION, VALIDATION_LOSS))
-        return accuracy or 0.0, -math.inf if loss is None else -loss
+        """Sorts as `fedjax_mr.tune` does: by the first metric, ties by the loss."""
+        value, loss = (candidate.mean(column, common).mean for column in (VALIDATION, VALIDATION_LOSS))
+        sign = 1 if candidate.metric.higher_is_better else -1
+        return sign * (value or 0.0), -math.inf if loss is None else -loss
 
     return max(candidates, key=score)

@@ -62,7 +62,11 @@ def paper_table(
     evaluations = dict.fromkeys(last_evaluations(number).replace("last", "the last") for number in numbers)
     words = VALUES[value].format(" or ".join(evaluations))
     seeds = f"; mean ± standard deviation over {count} seeds" if count > 1 else "; one seed"
-    notes = [f"Test accuracy in percent, {words}{seeds}.", *grid.notes]
+    titles_of = dict.fromkeys(line.metric for line in lines if line.finished)
+    units = [f"test {each.title}{' in percent' if each.unit == 'fraction' else ''}" for each in titles_of]
+    named, only = " or ".join(units), next(iter(titles_of))
+    quantity = f"{only.title} %" if only.unit == "fraction" else only.title
+    notes = [f"{named[0].upper()}{named[1:]}, {words}{seeds}.", *grid.notes]
     if any(line.diverged for line in lines):
         notes.append("Diverged: the loss or the weights were no longer finite; these seeds are not part of the mean.")
     if with_papers:
@@ -70,12 +74,13 @@ def paper_table(
         notes.append(f"In brackets: {'; '.join(sources) or 'no paper has a number for these settings'}.")
     cells = [[_cell(grid.lines.get((row, column)), value, count) for column in grid.columns] for row in grid.rows]
     escape = tables.escaped if format == "latex" else str
-    columns = [_marked(column, escape, *MARKS[format]) for column in zip(*cells, strict=True)]
+    higher = all(each.higher_is_better for each in titles_of)
+    columns = [_marked(column, escape, *MARKS[format], higher=higher) for column in zip(*cells, strict=True)]
     body = [[escape(name), *texts] for name, *texts in zip(grid.rows, *columns, strict=True)]
     if format == "latex":
         table = tables.tabular("l" + "c" * len(columns), _latex_head(grid.columns), body)
         return "\n".join([*(f"% {note}" for note in notes), table])
-    head = ["method", *(", ".join(filter(None, column)) or "accuracy %" for column in grid.columns)]
+    head = ["method", *(", ".join(filter(None, column)) or quantity for column in grid.columns)]
     table = tables.FORMATS[format]([head, *body])
     if format == "csv":
         return table
@@ -166,7 +171,7 @@ class Cell(NamedTuple):
 def _cell(line: Line | None, value: str, count: int) -> Cell:
     if line is None:
         return Cell("", "")
-    text = tables.percent(line.of(value))
+    text = tables.shown(line.of(value), line.metric)
     if not text and not line.finished:
         return Cell("diverged" if line.diverged else "unfinished", "")
     mean = text.partition(" ")[0]
@@ -177,10 +182,12 @@ def _cell(line: Line | None, value: str, count: int) -> Cell:
     return Cell(text, mean)
 
 
-def _marked(cells: Sequence[Cell], escape: Callable[[str], str], best: str, second: str) -> list[str]:
+def _marked(
+    cells: Sequence[Cell], escape: Callable[[str], str], best: str, second: str, *, higher: bool = True
+) -> list[str]:
     """The texts of a column, with a mark around the best of several and the second of more than two."""
     numbers = [float(cell.mean) for cell in cells if cell.mean]
-    means = sorted(set(numbers), reverse=True)
+    means = sorted(set(numbers), reverse=higher)
     marks = {means[0]: best} if len(numbers) > 1 else {}
     if len(numbers) > 2 and len(means) > 1:
         marks[means[1]] = second

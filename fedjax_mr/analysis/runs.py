@@ -21,7 +21,9 @@ from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import RUNS, MetricsRow, read_rows, read_summary, require_same_data, run_state
+from fedjax_mr.experiment.rows import metric_of
 from fedjax_mr.models import Model, Variables
+from fedjax_mr.tasks import Metric
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,10 @@ class RunRecord:
     def rows_so_far(self) -> list[MetricsRow]:
         """As `rows`, but empty for a run that was not evaluated yet, or that diverged before its first evaluation."""
         return read_rows(self.path) if kept.run(self.path) or (self.path / "metrics.jsonl").exists() else []
+
+    def metric(self) -> Metric:
+        """The first metric of the run, by which it is judged, such as the accuracy."""
+        return metric_of(self.rows_so_far())
 
     def summary(self) -> dict[str, Any]:
         """The results of the run.

@@ -8,6 +8,7 @@ import argparse
 import csv
 import dataclasses
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
-from fedjax_mr.experiment.rows import best_row
+from fedjax_mr.experiment.rows import best_row, metric_of
+from fedjax_mr.tasks import METRICS, Metric
 
 USUAL_ROUNDS = 500  # of our flag files; the papers state none
-NEEDED = ("accuracy", "loss", "bytes_down", "bytes_up")  # columns of every evaluation that the table reads
+NEEDED = ("loss", "bytes_down", "bytes_up")  # columns of every evaluation that the table reads
 
 # --- Cells -----------------------------------------------------------------------------------------------------------
 
@@ -29,6 +31,14 @@ NEEDED = ("accuracy", "loss", "bytes_down", "bytes_up")  # columns of every eval
 def percent(value: Statistic) -> str:
     """A fraction over the seeds in percent, such as ``58.47 ± 0.14``."""
     return plus_minus(*(None if part is None else 100 * part for part in value), digits=2)
+
+
+def shown(value: Statistic, metric: Metric) -> str:
+    """A value of a metric over the seeds: a fraction in percent, others as they are with four digits of the mean."""
+    if metric.unit == "fraction":
+        return percent(value)
+    mean = abs(value.mean or 0.0)
+    return plus_minus(*value, digits=max(0, 3 - math.floor(math.log10(mean))) if mean else 3)
 
 
 def plus_minus(mean: float | None, deviation: float | None, *, digits: int) -> str:
@@ -127,6 +137,11 @@ class Line:
         return Statistic.of(result[column] for result in self.results)
 
     @property
+    def metric(self) -> Metric:
+        """The metric of its finished runs."""
+        return self.results[0]["metric"] if self.results else METRICS["accuracy"]
+
+    @property
     def finished(self) -> int:
         """Number of runs that enter the statistics."""
         return len(self.results)
@@ -148,7 +163,7 @@ def accuracy_lines(
 
     Args:
       chosen: runs, as `groups.find` returns them.
-      target: accuracy to reach, a fraction.
+      target: accuracy to reach, a fraction; or value of the first metric.
       until: a round at which all runs are taken to end, whatever came after. Default: the end of each run.
       published: rows of the papers' tables, as `papers.rows` returns them.
     """
@@ -169,10 +184,11 @@ def accuracy_lines(
 def results_of(run: RunRecord, target: float | None = None, until: int | None = None) -> dict[str, Any]:
     """The results of a run by column; None if unknown. Accuracies are fractions.
 
-    Accuracies: of the ``last`` evaluation, of the ``best`` one, the mean of the ``last_10``, and of the ``checkpoint``
-    that ``keep_best`` keeps. ``personal`` and ``finetuned`` are means over the clients of the final accuracy on their
-    own test samples, before and after fine-tuning. The first evaluation that reaches the target decides
-    ``rounds_to_target``, ``bytes_to_target`` (in all directions) and ``seconds_to_target`` (simulated).
+    Values of the first metric, such as the accuracy: of the ``last`` evaluation, of the ``best`` one, the mean of the
+    ``last_10``, and of the ``checkpoint`` that ``keep_best`` keeps. ``personal`` and ``finetuned`` are means over the
+    clients of the final value on their own test samples, before and after fine-tuning. The first evaluation that
+    reaches the target decides ``rounds_to_target``, ``bytes_to_target`` (in all directions) and ``seconds_to_target``
+    (simulated).
 
     Raises:
       UserError: an evaluation lacks a column that the table needs.
@@ -181,17 +197,18 @@ def results_of(run: RunRecord, target: float | None = None, until: int | None = 
     if missing := [name for row in rows for name in NEEDED if name not in row]:
         raise UserError(f"{run.path} is damaged (an evaluation has no {missing[0]})")
     summary = summarise(rows, target)
-    best = best_row(rows) if run.config.keep_best else None
+    metric, best = metric_of(rows), best_row(rows) if run.config.keep_best else None
     reached = next((row for row in rows if row["round"] == summary["rounds_to_target"]), None)
     return {
         "rounds": summary["rounds"],
         "evaluations": len(rows),
-        "last": summary["accuracy_last"],
-        "best": summary["accuracy_best"],
-        "last_10": summary["accuracy_mean_last_10"],
-        "checkpoint": best and best["accuracy"],
-        "personal": rows[-1].get("personal_accuracy"),
-        "finetuned": run.summary().get("finetuned_accuracy") if until is None else None,
+        "metric": metric,
+        "last": summary[f"{metric.name}_last"],
+        "best": summary[f"{metric.name}_best"],
+        "last_10": summary[f"{metric.name}_mean_last_10"],
+        "checkpoint": best and best[metric.name],
+        "personal": rows[-1].get(f"personal_{metric.name}"),
+        "finetuned": run.summary().get(f"finetuned_{metric.name}") if until is None else None,
         "clock": rows[-1].get("clock"),
         "rounds_to_target": summary["rounds_to_target"],
         "bytes_to_target": reached and reached["bytes_down"] + reached["bytes_up"] + reached.get("bytes_peer", 0),
@@ -209,24 +226,28 @@ def _state(run: RunRecord, until: int | None) -> str:
 def accuracy_cells(lines: Sequence[Line], *, target: float | None = None) -> list[list[str]]:
     """The table of accuracies as cells, its head first. Empty columns are left out.
 
-    Accuracies are in percent. The difference is in percentage points: the mean of the last ten evaluations minus the
-    paper's value; the cell names a number of rounds below 500. If a run has at most ten evaluations, the cell says that
-    the mean is of all.
+    Runs that are judged by another metric have its name in a column. Fractions are in percent. The difference is in
+    percentage points: the mean of the last ten evaluations minus the paper's value; the cell names a number of rounds
+    below 500. If a run has at most ten evaluations, the cell says that the mean is of all.
     """
+    fractions = all(line.metric.unit == "fraction" for line in lines)
+    unit, of = " %" if fractions else "", lambda column: lambda line: shown(line.of(column), line.metric)
     columns: dict[str, Callable[[Line], str]] = {
         "setting": lambda line: groups.name(line.setting),
+        "metric": lambda line: line.metric.title if line.metric.name != "accuracy" else "",
         "seeds": seeds,
         "rounds": lambda line: str(line.rounds) if line.finished else "",
-        "last %": lambda line: percent(line.of("last")),
-        "best %": lambda line: percent(line.of("best")),
-        "last 10 %": _last_10,
-        "best checkpoint %": lambda line: percent(line.of("checkpoint")),
-        "clients' own %": lambda line: percent(line.of("personal")),
-        "fine-tuned %": lambda line: percent(line.of("finetuned")),
+        f"last{unit}": of("last"),
+        f"best{unit}": of("best"),
+        f"last 10{unit}": _last_10,
+        f"best checkpoint{unit}": of("checkpoint"),
+        f"clients' own{unit}": of("personal"),
+        f"fine-tuned{unit}": of("finetuned"),
     }
     if target is not None:
+        goal = 100 * target if fractions else target
         columns |= {
-            f"rounds to {100 * target:g} %": lambda line: _to_target(line, "rounds_to_target", 1, 0),
+            f"rounds to {goal:g}{unit}": lambda line: _to_target(line, "rounds_to_target", 1, 0),
             "MB to it": lambda line: _to_target(line, "bytes_to_target", 1e6, 1),
             "simulated s to it": lambda line: _to_target(line, "seconds_to_target", 1, 0) if _is_clocked(line) else "",
         }
@@ -246,10 +267,10 @@ def seeds(line: Line) -> str:
 
 
 def _last_10(line: Line) -> str:
-    shown, counts = percent(line.of("last_10")), sorted(result["evaluations"] for result in line.results)
-    if not shown or counts[0] > LAST:
-        return shown
-    return f"{shown} ({' or '.join(dict.fromkeys(map(last_evaluations, (counts[0], counts[-1]))))})"
+    text, counts = shown(line.of("last_10"), line.metric), sorted(result["evaluations"] for result in line.results)
+    if not text or counts[0] > LAST:
+        return text
+    return f"{text} ({' or '.join(dict.fromkeys(map(last_evaluations, (counts[0], counts[-1]))))})"
 
 
 def _is_clocked(line: Line) -> bool:
@@ -285,7 +306,7 @@ def accuracy_table(
     Args:
       paths: run folders, tables of kept runs, or folders that hold some.
       format: a key of `FORMATS`.
-      target: accuracy to reach, a fraction.
+      target: accuracy to reach, a fraction; or value of the first metric.
       until: a round at which all runs are taken to end.
 
     Raises:

@@ -40,8 +40,6 @@ def mutual_loss(models: Pair, weights: Pair, *, difference: Difference | None = 
 
     The default difference is that of the task: KL(probabilities of the other || own probabilities) for classes.
     """
-    task = models.first.task
-    difference = difference or task.divergence
 
     def loss(params: Pair, state: Pair, batch: Batch, key: jax.Array) -> tuple[jax.Array, Pair]:
         (first, first_state), (second, second_state) = (
@@ -51,8 +49,10 @@ def mutual_loss(models: Pair, weights: Pair, *, difference: Difference | None = 
 
         def one(logits: jax.Array, other: jax.Array, weights: Weights) -> jax.Array:
             supervised = task.objective(logits, batch.y, batch.mask)
-            return weights.supervised * supervised + weights.mutual * difference(logits, jax.lax.stop_gradient(other))
+            apart = (difference or task.divergence)(logits, jax.lax.stop_gradient(other))
+            return weights.supervised * supervised + weights.mutual * apart
 
+        task = models.first.task
         losses = one(first, second, weights.first) + one(second, first, weights.second)
         return local.masked_mean(losses, batch.mask), Pair(first_state, second_state)
 

@@ -82,6 +82,8 @@ class Dataset:
 
     def __post_init__(self) -> None:
         task = Classification(width=self.num_classes) if self.task is None else self.task
+        if isinstance(task, Classification) and self.num_classes not in (0, task.width):
+            task = dataclasses.replace(task, width=self.num_classes)
         object.__setattr__(self, "task", with_metrics(task))
         object.__setattr__(self, "num_classes", self.task.width)
 

@@ -242,12 +242,13 @@ class Client:
         numbers = [tuple(map(int, record[name])) for name in ("sizes", "validation_sizes", "architectures")]
         built = _built(self.flags, self.manifest.facts, *numbers, tuple(map(int, record["memory_key"])))
         counts = np.zeros((len(numbers[0]), self.manifest.facts.num_classes), np.int32)
-        counts[self.node.client] = np.bincount(self.samples.y, minlength=counts.shape[1])
+        if "classes" in self.manifest.facts.learned.provides:
+            counts[self.node.client] = np.bincount(self.samples.y, minlength=counts.shape[1])
         public = self.storage.read("public")
         samples = None
         if "x" in public:
-            y = public.get("y")
-            found = normalised(built.problem_dataset, public["x"], np.zeros(len(public["x"])) if y is None else y)
+            y, unknown = public.get("y"), self.manifest.facts.dataset(len(public["x"])).y
+            found = normalised(built.problem_dataset, public["x"], unknown if y is None else y)
             samples = found._replace(y=None) if y is None else found
         return built, built.problem_with(counts, samples)
 
@@ -268,7 +269,7 @@ class Client:
     def _rows(self, x: np.ndarray, y: np.ndarray, most: int, size: int, kept: int) -> ClientData:
         fill = max(0, most - len(y))
         x = np.concatenate([x, np.zeros((fill, *x.shape[1:]), x.dtype)])
-        y = np.concatenate([y, np.zeros(fill, np.int32)])
+        y = np.concatenate([y, np.zeros((fill, *y.shape[1:]), y.dtype)])
         samples: Samples = normalised(self.manifest.facts.dataset(1), x, y)
         return one_client(samples, client_id=self.node.client, size=size, validation_size=kept)
 

@@ -24,7 +24,7 @@ class ClientSamples(NamedTuple):
     """A client's samples, in their order for training."""
 
     x: np.ndarray  # [n, ...] training samples
-    y: np.ndarray  # [n] int32
+    y: np.ndarray  # [n, ...] targets in the form of the task
     validation_x: np.ndarray
     validation_y: np.ndarray
     test_x: np.ndarray
@@ -50,7 +50,7 @@ class ClientSamples(NamedTuple):
                 raise UserError(f"{path} needs arrays {before}x and {before}y, of samples and labels")
             facts = facts or _kind(path, x, y)
             if x is None or y is None:
-                x, y = np.zeros((0, *facts.shape), facts.dtype), np.zeros(0, np.int32)
+                x, y = np.zeros((0, *facts.shape), facts.dtype), facts.dataset(0).y
             parts += checked_samples(path, before, x, y, facts)
         if not len(parts[1]):
             raise UserError(f"{path} holds no training samples")
@@ -139,6 +139,12 @@ def checked_samples(path: Path | str, before: str, x: np.ndarray, y: np.ndarray,
         x = facts.samples(x)
     except UserError as error:
         raise UserError(f"{before}x in {path}: {error}") from None
+    task = facts.learned
+    if "classes" not in task.provides:
+        if len(x) != len(y):
+            raise UserError(f"{before}y in {path} has {len(y)} targets for {len(x)} samples")
+        task.check(x, y, f"{before}y in {path}")
+        return [x, y.astype(task.dtype)]
     if y.shape != (len(x),) or y.dtype.kind not in "iu" or (len(y) and (y.min() < 0 or y.max() >= facts.num_classes)):
         raise UserError(
             f"{before}y in {path} must be {len(x)} labels from 0 to {facts.num_classes - 1}, one per sample"

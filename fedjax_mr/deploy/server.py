@@ -32,6 +32,7 @@ from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_c
 from fedjax_mr.experiment.folder import RunFolder, run_state
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.experiment.rows import metric_of
 from fedjax_mr.experiment.run import Interrupted, RunLoop
 from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.experiment.simulated_time import clients_may_be_late
@@ -188,8 +189,9 @@ def _with_own_samples(config: Config, server_data: str) -> Config:
 
 def _say(row: Mapping[str, Any]) -> None:
     """Print an evaluation to the log of the run."""
-    accuracy, loss = ("none" if row[name] is None else f"{row[name]:.4f}" for name in ("accuracy", "loss"))
-    print(f"fedjax-mr: round {row['round']}: accuracy {accuracy}, loss {loss}", flush=True)
+    metric = metric_of([row])
+    value, loss = ("none" if row[name] is None else f"{row[name]:.4f}" for name in (metric.name, "loss"))
+    print(f"fedjax-mr: round {row['round']}: {metric.title} {value}, loss {loss}", flush=True)
 
 
 class RemoteExperiment(Experiment):

@@ -1,6 +1,7 @@
 """The initial network of each client: by a rule, by a list, or the best network for its samples (FedMe)."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,8 @@ import numpy as np
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import read_clients, read_rows, read_summary, run_state
+from fedjax_mr.experiment.rows import metric_of
+from fedjax_mr.tasks import METRICS
 
 RANDOM_STREAM = 1  # stream of the seed for the rule ``random``
 
@@ -28,13 +31,21 @@ def best_of(folders: Sequence[str], num_clients: int | None = None) -> np.ndarra
     for folder in folders:
         path, rows = Path(folder) / "clients.csv", read_clients(folder)
         try:
-            columns.append([float(row["validation_accuracy"] or row["accuracy"] or 0.0) for row in rows])
+            columns.append(_quality(rows))
         except (KeyError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error})") from None
         num_clients = len(rows) if num_clients is None else num_clients
         if len(rows) != num_clients:
             raise UserError(f"{path} has {len(rows)} clients, not {num_clients}")
     return np.argmax(np.array(columns), axis=0)
+
+
+def _quality(rows: Sequence[Mapping[str, str]]) -> list[float]:
+    """The first metric of each client on its validation samples, or else its test samples; higher is better."""
+    held_out = next(name for name in rows[0] if name.startswith("validation_"))
+    name = held_out.removeprefix("validation_")
+    sign = 1 if name not in METRICS or METRICS[name].higher_is_better else -1
+    return [sign * float(row[held_out] or row[name] or 0.0) for row in rows]
 
 
 def trained_alone(folders: Iterable[Path | str]) -> dict[str, dict[str, Path]]:
@@ -48,10 +59,12 @@ def trained_alone(folders: Iterable[Path | str]) -> dict[str, dict[str, Path]]:
         config = configuration.load(folder)
         if config.strategy == "local" and "," not in config.model and run_state(folder) == "finished":
             summary, last = read_summary(folder), read_rows(folder)[-1]
-            known = [last.get(name) for name in ("validation_accuracy", "personal_accuracy")]
-            quality = next((value for value in known if value is not None), 0.0)
+            metric = metric_of([last])
+            known = [last.get(f"{samples}_{metric.name}") for samples in ("validation", "personal")]
+            value = next((value for value in known if value is not None), None)
+            quality = -math.inf if value is None else value if metric.higher_is_better else -value
             networks = candidates.setdefault(summary["partition_hash"], {})
-            networks[config.model] = max(networks.get(config.model, (-1.0, folder)), (quality, folder))
+            networks[config.model] = max(networks.get(config.model, (-math.inf, folder)), (quality, folder))
     return {
         division: {network: folder for network, (_, folder) in networks.items()}
         for division, networks in candidates.items()

@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import read_rows
+from fedjax_mr.experiment.rows import metric_of
 from fedjax_mr.sweep.plan import PlannedRun
 
 
@@ -39,9 +40,11 @@ class Bar:
         row = []
         with contextlib.suppress(UserError):  # missing or damaged; the run's process reports that
             row = read_rows(first)[-1:]
-        accuracy = f": accuracy {row[0]['accuracy']:.4f}" if row and row[0]["accuracy"] is not None else ""
+        metric = metric_of(row)
+        value = row[0][metric.name] if row else None
+        shown = "" if value is None else f": {metric.title} {value:.4f}"
         others = f" (of {len(runs)} runs together)" if len(runs) > 1 else ""
-        self._bar.set_postfix_str(f"{first.name}{others}{accuracy}", refresh=sys.stderr.isatty())
+        self._bar.set_postfix_str(f"{first.name}{others}{shown}", refresh=sys.stderr.isatty())
 
     def show_queue(self, running: Sequence[PlannedRun], waiting: int) -> None:
         """Update the bar with the progress of runs on a cluster, and the number of those that have not started."""

@@ -8,6 +8,7 @@ from fedjax_mr.analysis import groups, tables
 from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.report import LAST
 from fedjax_mr.sweep import PlannedRun
+from fedjax_mr.tasks import METRICS
 from fedjax_mr.tune import scores
 from fedjax_mr.tune import space as spaces
 from fedjax_mr.tune.plan import Trial, Tuning
@@ -48,7 +49,9 @@ def table(tuning: Tuning, standing: Standing, tests: Mapping[str, Sequence[Plann
       standing: the trials and their scores.
       tests: the tests of each method's chosen setting; methods whose trials all diverged have none.
     """
-    rows = [["method", "chosen", "trials", "rounds", "validation %", f"test, last {LAST} %", "clients' own %", "tests"]]
+    unit = " %" if all(score.metric.unit == "fraction" for _, score in standing.values()) else ""
+    tested = [f"validation{unit}", f"test, last {LAST}{unit}", f"clients' own{unit}", "tests"]
+    rows = [["method", "chosen", "trials", "rounds", *tested]]
     for strategy in tuning.strategies:
         trials = [trial for trial in standing if trial.strategy == strategy]
         chosen = standing.best(strategy)
@@ -59,7 +62,8 @@ def table(tuning: Tuning, standing: Standing, tests: Mapping[str, Sequence[Plann
         rounds = sum(map(scores.rounds_trained, {trial.runs[0].folder: trial for trial in trials}.values()))
         row = [strategy, "none", ", ".join(counts), f"{rounds:,}", "", "", "", ""]
         if chosen is not None:
-            validation = tables.percent(groups.Statistic(standing[chosen][1].accuracy, None))
+            score = standing[chosen][1]
+            validation = tables.shown(groups.Statistic(score.value, None), score.metric)
             row[1], row[4] = _shown(tuning, chosen, trials) or "no flag searched", validation
             row[5:] = _tested(tests[strategy])
         rows.append(row)
@@ -107,18 +111,21 @@ def _tested(runs: Sequence[PlannedRun]) -> list[str]:
     if not begun:
         return ["", "", f"0, {len(runs)} unfinished"]
     (line,) = tables.accuracy_lines(groups.find(begun))
-    return [tables.percent(line.of("last_10")), tables.percent(line.of("personal")), tables.seeds(line)]
+    values = [tables.shown(line.of(column), line.metric) for column in ("last_10", "personal")]
+    return [*values, tables.seeds(line)]
 
 
 def write(tuning: Tuning, standing: Standing) -> None:
     """Write ``trials.csv``, and ``METHOD.flags`` with the chosen setting of each method, into the tuning's folder."""
     with files.atomic_write(tuning.folder / "trials.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["strategy", "trial", "flags", "rounds", "validation_accuracy", "validation_loss", "state"])
+        metric = next((score.metric for _, score in standing.values()), METRICS["accuracy"])
+        column = f"validation_{metric.name}"
+        writer.writerow(["strategy", "trial", "flags", "rounds", column, "validation_loss", "state"])
         for trial, (rounds, score) in standing.items():
             flags = " ".join(f"--{flag}={value}" for flag, value in trial.choice.items())
             state = "diverged" if score.diverged else "chosen" if trial is standing.best(trial.strategy) else ""
-            writer.writerow([trial.strategy, trial.number, flags, rounds, score.accuracy, score.loss, state])
+            writer.writerow([trial.strategy, trial.number, flags, rounds, score.value, score.loss, state])
     for strategy in tuning.strategies:
         if (chosen := standing.best(strategy)) is not None:
             count = sum(trial.strategy == strategy for trial in standing)

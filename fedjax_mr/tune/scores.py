@@ -1,4 +1,4 @@
-"""The score of a trial: its validation accuracy after some rounds. Nothing here reads a test result."""
+"""The score of a trial: its first metric on validation samples after some rounds. Nothing here reads a test result."""
 
 import math
 import statistics
@@ -7,33 +7,36 @@ from typing import NamedTuple
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import read_rows, read_summary, run_state, saved_round
+from fedjax_mr.experiment.rows import metric_of
 from fedjax_mr.sweep import PlannedRun
+from fedjax_mr.tasks import METRICS, Metric
 from fedjax_mr.tune.plan import Trial
-
-COLUMNS = ("round", "validation_accuracy", "validation_loss")  # all that selection knows of a run
 
 
 class Score(NamedTuple):
     """The result of a trial on validation samples.
 
     Attributes:
-      accuracy: mean accuracy over the clients, and over the seeds. None if the trial diverged.
-      loss: mean cross-entropy in nats. None if unknown.
+      value: mean of the first metric, such as the accuracy, over the clients and the seeds. None if the trial diverged.
+      loss: mean loss of the task. None if unknown.
+      metric: the first metric.
     """
 
-    accuracy: float | None
+    value: float | None
     loss: float | None
+    metric: Metric = METRICS["accuracy"]
 
     @property
     def diverged(self) -> bool:
         """Whether the trial has diverged."""
-        return self.accuracy is None
+        return self.value is None
 
     @property
     def key(self) -> tuple[float, float]:
-        """Sorts the best first: by accuracy, ties by the loss. A diverged trial is last."""
-        accuracy = -math.inf if self.accuracy is None else self.accuracy
-        return -accuracy, math.inf if self.loss is None else self.loss
+        """Sorts the best first: by the metric, ties by the loss. A diverged trial is last."""
+        sign = -1 if self.metric.higher_is_better else 1
+        value = math.inf if self.value is None else sign * self.value
+        return value, math.inf if self.loss is None else self.loss
 
 
 DIVERGED = Score(None, None)
@@ -47,7 +50,8 @@ def of_trial(trial: Trial, rounds: int) -> Score | None:
     if not all(scores):
         return None
     known = [score for score in scores if score is not None]
-    return Score(_mean([score.accuracy for score in known]), _mean([score.loss for score in known]))
+    value, loss = _mean([score.value for score in known]), _mean([score.loss for score in known])
+    return Score(value, loss, known[0].metric)
 
 
 def of_run(run: PlannedRun, rounds: int) -> Score | None:
@@ -82,13 +86,20 @@ def rounds_trained(trial: Trial) -> int:
 def _rows(run: PlannedRun) -> list[dict]:
     if not (run.folder / "metrics.jsonl").exists():
         return []
-    return [{name: row.get(name) for name in COLUMNS} for row in read_rows(run.folder)]
+    rows = read_rows(run.folder)
+    metric = metric_of(rows)
+    names = {"value": f"validation_{metric.name}", "loss": "validation_loss"}  # all that selection knows of a run
+    of = lambda row: {name: row.get(column) for name, column in names.items()}
+    return [{"round": row["round"], "metric": metric, **of(row)} for row in rows]
 
 
 def _score(run: PlannedRun, row: dict) -> Score:
-    if row["validation_accuracy"] is None:
-        raise UserError(f"{run.folder} has no validation accuracy at round {row['round']}, so it cannot be compared")
-    return Score(row["validation_accuracy"], row["validation_loss"])
+    metric = row["metric"]
+    if row["value"] is None:
+        raise UserError(
+            f"{run.folder} has no validation {metric.title} at round {row['round']}, so it cannot be compared"
+        )
+    return Score(row["value"], row["loss"], metric)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

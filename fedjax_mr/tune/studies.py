@@ -29,7 +29,14 @@ from fedjax_mr.tune.space import Dimension
 STORAGE = "optuna.log"
 NEEDS = {"tpe": ("optuna",), "gp": ("optuna", "torch")}
 """The packages of each sampler."""
-WORST = 0.0  # accuracy that is told for a trial that diverged, so that the sampler avoids its neighbourhood
+WORST, WORST_ERROR = 0.0, -1e9  # told for a trial that diverged, so that the sampler avoids its neighbourhood
+
+
+def _told(score: scores.Score) -> float:
+    """The number that the study maximises: a metric of which less is better has its sign changed."""
+    if score.value is None:
+        return WORST if score.metric.unit == "fraction" else WORST_ERROR
+    return score.value if score.metric.higher_is_better else -score.value
 
 
 def check(sampler: str) -> None:
@@ -132,8 +139,7 @@ class _Study:
             if not record.state.is_finished():
                 score = scores.of_trial(self._trial(record), self.tuning.rungs[0].rounds)
                 if score is not None:
-                    value = WORST if score.accuracy is None else score.accuracy
-                    self.study.tell(record.number, value, skip_if_finished=True)
+                    self.study.tell(record.number, _told(score), skip_if_finished=True)
 
     def _distribution(self, dimension: Dimension) -> Any:
         of = self.optuna.distributions

@@ -13,6 +13,7 @@ import pytest
 from fedjax_mr.client import local, mutual
 from fedjax_mr.client.mutual import Pair, Weights
 from fedjax_mr.client.samples import ClientData
+from fedjax_mr.tasks import Classification
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def fixed(logits, calls):
         calls.append(jax.random.key_data(key).tolist())
         return jnp.asarray(logits, jnp.float32) + params[None], state + 1
 
-    return SimpleNamespace(train_apply=train_apply)
+    return SimpleNamespace(train_apply=train_apply, task=Classification(width=2))
 
 
 def test_the_loss_of_each_network_has_its_own_weights_and_the_other_as_teacher():

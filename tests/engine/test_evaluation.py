@@ -35,10 +35,10 @@ def test_evaluation_equals_a_plain_pass(federation, models_and_logits, monkeypat
         losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(count), samples.y]
         return (logits.argmax(1) == samples.y).mean(), losses.mean()
 
-    accuracy, loss = test.one(trees.take(models, 1))
-    np.testing.assert_allclose((accuracy, loss), plain(1), rtol=1e-5)
+    one = test.one(trees.take(models, 1))
+    np.testing.assert_allclose((one.accuracy, one.loss), plain(1), rtol=1e-5)
     each = test.each(models)
-    np.testing.assert_allclose(np.stack(each, 1), [plain(row) for row in range(3)], rtol=1e-5)
+    np.testing.assert_allclose(np.stack([each.accuracy, each.loss], 1), [plain(row) for row in range(3)], rtol=1e-5)
     test.one(trees.take(models, 0))
     assert test.programs["test"].traces == 1
 
@@ -58,9 +58,10 @@ def test_sums_of_all_devices_become_means(federation, monkeypatch):
     axis = client_axis(devices=2, lanes=None, cohort_size=2)
     constants = federation("linear")
     test = evaluation.Evaluation(constants.problem.model, constants.federation.samples, axis)
-    sums = local.Score(np.array([3, 1]), np.array([8.0, 2.0]), np.array([4, 1]))
-    monkeypatch.setattr(test, "_per_device", lambda name, variables: sums)
-    assert test.one(None) == (0.8, 2.0)
+    sums = {"accuracy": {"correct": np.array([3, 1]), "count": np.array([4, 1])}}
+    score = local.Score(sums, np.array([8.0, 2.0]), np.array([4, 1]))
+    monkeypatch.setattr(test, "_per_device", lambda name, variables: score)
+    assert test.one(None) == ({"accuracy": 0.8}, 2.0)
 
 
 def test_a_backdoor_counts_the_images_of_other_classes_all_of_which_carry_the_trigger(federation):

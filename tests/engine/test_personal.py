@@ -16,6 +16,9 @@ from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.engine import personal
 from fedjax_mr.engine.round import PERSONAL
 from fedjax_mr.strategies.interface import Strategy
+from fedjax_mr.tasks import Classification, with_metrics
+
+TASK = with_metrics(Classification(width=3))
 
 
 def federated(constants):
@@ -80,10 +83,11 @@ def test_it_equals_a_loop_over_the_clients(engine, strategy, devices):
 def test_the_columns_count_clients_or_samples():
     nan = np.nan
     clients = personal.Clients(
-        accuracy=np.array([1.0, 0.5, nan, 0.0]),
+        TASK,
+        metrics={"accuracy": np.array([1.0, 0.5, nan, 0.0])},
         loss=np.array([1.0, 2.0, nan, 3.0]),
         count=np.array([8.0, 1, 0, 1]),
-        validation=np.array([nan, 0.5, 1.0, nan]),
+        validation={"accuracy": np.array([nan, 0.5, 1.0, nan])},
         validation_loss=np.array([nan, 3.0, 1.0, nan]),
         architecture=np.zeros(4, int),
     )
@@ -92,7 +96,8 @@ def test_the_columns_count_clients_or_samples():
     assert columns["personal_weighted"] == pytest.approx(0.85) and columns["personal_worst10"] == 0.0
     assert columns["personal_std"] == pytest.approx(np.std([1, 0.5, 0])) and columns["validation_accuracy"] == 0.75
     assert columns["validation_loss"] == 2.0
-    untested = clients._replace(count=np.zeros(4), accuracy=np.full(4, nan), loss=np.full(4, nan)).columns()
+    nothing = np.full(4, nan)
+    untested = clients._replace(count=np.zeros(4), metrics={"accuracy": nothing}, loss=nothing).columns()
     assert untested == {"validation_accuracy": 0.75, "validation_loss": 2.0}
 
 
@@ -155,12 +160,15 @@ def test_the_servers_part_of_a_personal_model():
 
 
 def test_scores_become_means_over_the_samples_of_each_kind():
-    test = Score(np.array([3.0, 0.0]), np.array([8.0, 0.0]), np.array([4.0, 0.0]))
-    validation = Score(np.array([1.0, 1.0]), np.array([6.0, 4.0]), np.array([2.0, 1.0]))
-    found = personal.clients_of(test, validation, np.array([0, 1]))
+    score = lambda right, losses, count: Score(
+        {"accuracy": {"correct": np.array(right), "count": np.array(count)}}, np.array(losses), np.array(count)
+    )
+    test = score([3.0, 0.0], [8.0, 0.0], [4.0, 0.0])
+    validation = score([1.0, 1.0], [6.0, 4.0], [2.0, 1.0])
+    found = personal.clients_of(TASK, test, validation, np.array([0, 1]))
     np.testing.assert_array_equal(found.accuracy, [0.75, np.nan])
     np.testing.assert_array_equal(found.loss, [2.0, np.nan])
-    np.testing.assert_array_equal(found.validation, [0.5, 1.0])
+    np.testing.assert_array_equal(found.validation["accuracy"], [0.5, 1.0])
     np.testing.assert_array_equal(found.validation_loss, [3.0, 4.0])
     tuned = found.columns("finetuned")
     assert tuned["finetuned_validation_accuracy"] == 0.75 and found.columns()["validation_accuracy"] == 0.75

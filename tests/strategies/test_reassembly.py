@@ -17,8 +17,11 @@ from fedjax_mr.models import layers
 from fedjax_mr.models.blocks import ConvBlock, DenseBlock, head
 from fedjax_mr.strategies.pfedhr import chains, contrastive, groups, search, similarity, stitches
 from fedjax_mr.strategies.pfedhr.chains import Block, Piece, PiecePrograms
+from fedjax_mr.tasks import Classification
 
 SHAPE, CLASSES = (6, 6, 1), 3
+
+CROSS_ENTROPY = chains.supervised(Classification(width=10))
 
 
 class Small(models.BlockNet):
@@ -398,7 +401,7 @@ def test_training_in_pieces_is_training_of_the_whole(zoo):
     model = models.Model(Tiny(num_classes=CLASSES), SHAPE)
     _, variables, blocks = zoo[1]
     public, programs = samples(21), PiecePrograms(lr=1e-2)
-    trained = programs.train(chain_of(blocks), public, jax.random.key(3), epochs=2, batch_size=21)
+    trained = programs.train(chain_of(blocks), public, jax.random.key(3), epochs=2, batch_size=21, loss=CROSS_ENTROPY)
 
     adam = optax.adam(1e-2)
     params, moments = variables["params"], adam.init(variables["params"])
@@ -436,7 +439,7 @@ def test_every_epoch_visits_every_sample_once_and_every_step_has_keys_of_its_own
     keys = []
     for seed in (0, 1):
         batches.clear(), dropouts.clear()
-        programs.train(chain, samples(5), jax.random.key(seed), epochs=2, batch_size=2)
+        programs.train(chain, samples(5), jax.random.key(seed), epochs=2, batch_size=2, loss=CROSS_ENTROPY)
         assert [mask.tolist() for _, mask, _ in batches] == [[1, 1], [1, 1], [1, 0]] * 2
         visited = [rows[mask > 0].tolist() for rows, mask, _ in batches]
         epochs = [[*a, *b, *c] for a, b, c in (visited[:3], visited[3:])]
@@ -452,13 +455,11 @@ def test_training_learns_and_changes_nothing_else(zoo, programs):
     public, chain = samples(), stitched(zoo, programs)
     before = jax.tree.map(np.array, [piece.variables for piece in chain])
     loss = lambda chain: float(
-        chains.supervised(Classification(width=10))(
-            jnp.asarray(programs.logits(chain, public)), public.y, jnp.ones(len(public.y))
-        )
+        CROSS_ENTROPY(jnp.asarray(programs.logits(chain, public)), public.y, jnp.ones(len(public.y)))
     )
-    trained = programs.train(chain, public, jax.random.key(0), epochs=25, batch_size=8)
+    trained = programs.train(chain, public, jax.random.key(0), epochs=25, batch_size=8, loss=CROSS_ENTROPY)
     traces = programs.traces
-    again = programs.train(chain, public, jax.random.key(0), epochs=25, batch_size=8)
+    again = programs.train(chain, public, jax.random.key(0), epochs=25, batch_size=8, loss=CROSS_ENTROPY)
     assert programs.traces == traces
     assert loss(trained) < 0.8 * loss(chain)
     equal = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)
@@ -482,7 +483,7 @@ def test_inherited_pieces_are_frozen_with_their_statistics_if_only_stitches_are_
 
     for frozen in (True, False):
         options = {"epochs": 1, "batch_size": 3, "stitches_only": frozen}
-        trained = programs.train((inherited, new), public, jax.random.key(1), **options)
+        trained = programs.train((inherited, new), public, jax.random.key(1), **options, loss=CROSS_ENTROPY)
         assert largest_step(new, trained[1]) == pytest.approx(0.1, abs=1e-3)  # the first step of Adam is its rate
         assert largest_step(inherited, trained[0]) == pytest.approx(0.0 if frozen else 0.1, abs=1e-3)
         mean = trained[0].variables["batch_stats"]["mean"]
@@ -492,7 +493,9 @@ def test_inherited_pieces_are_frozen_with_their_statistics_if_only_stitches_are_
 @pytest.mark.slow
 def test_stitches_alone(zoo, programs):
     public, chain = samples(), stitched(zoo, programs)
-    trained = programs.train(chain, public, jax.random.key(0), epochs=2, batch_size=8, stitches_only=True)
+    trained = programs.train(
+        chain, public, jax.random.key(0), epochs=2, batch_size=8, stitches_only=True, loss=CROSS_ENTROPY
+    )
     for old, new in zip(chain, trained, strict=True):
         same = [
             np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (old.variables, new.variables)), strict=True)

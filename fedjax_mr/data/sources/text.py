@@ -97,7 +97,7 @@ def _cached(name: str, request: DataRequest, sources: list[Path], read: Callable
 
     def build() -> dict[str, Any]:
         dataset = from_texts(**read(), **settings, name=name)
-        fields = [each.name for each in dataclasses.fields(dataset)]
+        fields = [each.name for each in dataclasses.fields(dataset) if each.name != "task"]  # which `Dataset` makes
         return {each: value for each in fields if (value := getattr(dataset, each)) is not None}
 
     return Dataset(**cached(kind, sources, build))
