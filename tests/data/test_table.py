@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from fedjax_mr import data
+from fedjax_mr.data import inputs
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.preparation import Preparation
 from fedjax_mr.errors import UserError
@@ -100,6 +101,17 @@ def test_a_file_as_spreadsheets_write_it(tmp_path):
     dataset = data.load(path, target="ill", client="site", task="multilabel")
     assert dataset.preparation.columns == ("Body mass", "name") and dataset.client_names == ("00", "01")
     assert dataset.preparation.categories == ((), ("a;b",)) and dataset.task.name == "multilabel"
+
+
+def test_numbers_of_categories_have_no_unit():
+    table = {
+        "film": np.arange(2000),
+        "user": np.arange(2000) % 700,
+        "x": RNG.normal(size=2000),
+        "y": np.arange(2000) % 2,
+    }
+    assert list(inputs.notes(data.from_table(table, "y", categorical=["film", "user"]))) == []
+    assert list(inputs.notes(data.from_table(table, "y", categorical=["film", "user"], drop=["x"]))) == []
 
 
 def test_the_names_of_clients_keep_the_order_of_numbers():
