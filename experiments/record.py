@@ -4,6 +4,7 @@ python experiments/record.py                            # bring every page up to
 python experiments/record.py --check                    # change nothing; exit code 1 if a page is out of date
 python experiments/record.py keep RUN ... --name=NAME   # add ended runs to results/NAME.jsonl.gz
 python experiments/record.py channel                    # try every link of the channel with every method (minutes)
+python experiments/record.py tasks                      # try every task with every method (minutes)
 python experiments/record.py --help                     # all commands
 """
 

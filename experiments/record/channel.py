@@ -5,8 +5,9 @@ is traced, which takes minutes.
 """
 
 import argparse
+import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from fedjax_mr import files
@@ -27,7 +28,7 @@ NETWORK = "perceptron"  # some methods keep the last layer at the clients, so a 
 NUMBER = re.compile(r"\b\d+(\.\d+)?\b")  # not those in names such as ef21
 
 Refusals = Mapping[tuple[str, str], str | None]
-"""Why a link refuses a method, by (method, link). None: it works."""
+"""Why a link, or a task, refuses a method, by (method, link). None: it works."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,26 +38,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Write the page."""
-    refusals = tried(STRATEGIES, links.LINKS)
+    refusals = tried(STRATEGIES, links.LINKS, functools.partial(links.refusal, network=NETWORK))
     with files.atomic_write(arguments.page) as new:
         new.write_text(page(refusals), encoding="utf-8")
     print(f"{arguments.page}: written")
 
 
-def tried(strategies: Iterable[str], names: Iterable[str]) -> Refusals:
+def tried(strategies: Iterable[str], names: Iterable[str], refusal: Callable[[str, str], str | None]) -> Refusals:
     """Try each link with each method, and print the progress."""
     strategies, outcomes = list(strategies), {}
     for link in names:
         for strategy in strategies:
-            outcomes[strategy, link] = links.refusal(strategy, link, network=NETWORK)
+            outcomes[strategy, link] = refusal(strategy, link)
             federations.drop_programs()
         works = sum(outcomes[strategy, link] is None for strategy in strategies)
         print(f"{link}: {works} of {len(strategies)} methods", flush=True)
     return outcomes
 
 
-def page(refusals: Refusals) -> str:
-    """The page in Markdown. Reasons that differ in numbers only are one."""
+def page(refusals: Refusals, head: str = HEAD) -> str:
+    """The page in Markdown, below its ``head``. Reasons that differ in numbers only are one."""
     strategies, names = (list(dict.fromkeys(part)) for part in zip(*refusals, strict=True))
     reasons: dict[str, int] = {}
 
@@ -68,4 +69,4 @@ def page(refusals: Refusals) -> str:
     works = sum(reason is None for reason in refusals.values())
     count = f"{works} of {len(refusals)} pairs work."
     listed = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
-    return f"{HEAD}\n{count}\n\n{table}\n" + (f"\n## Reasons\n\n{listed}\n" if listed else "")
+    return f"{head}\n{count}\n\n{table}\n" + (f"\n## Reasons\n\n{listed}\n" if listed else "")

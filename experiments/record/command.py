@@ -3,9 +3,9 @@
 import sys
 
 from fedjax_mr.analysis import __main__ as analysis
-from record import channel, choices, keep, origins, pages
+from record import channel, choices, keep, origins, pages, tasks
 
-COMMANDS = {"pages": pages, "keep": keep, "choices": choices, "origins": origins, "channel": channel}
+COMMANDS = {"pages": pages, "keep": keep, "choices": choices, "origins": origins, "channel": channel, "tasks": tasks}
 PROGRAM = "python experiments/record.py"
 
 

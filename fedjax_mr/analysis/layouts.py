@@ -64,8 +64,7 @@ def paper_table(
     seeds = f"; mean ± standard deviation over {count} seeds" if count > 1 else "; one seed"
     titles_of = dict.fromkeys(line.metric for line in lines if line.finished)
     units = [f"test {each.title}{' in percent' if each.unit == 'fraction' else ''}" for each in titles_of]
-    named = " or ".join(units)
-    only = next(iter(titles_of))
+    named, only = " or ".join(units), next(iter(titles_of))
     quantity = f"{only.title} %" if only.unit == "fraction" else only.title
     notes = [f"{named[0].upper()}{named[1:]}, {words}{seeds}.", *grid.notes]
     if any(line.diverged for line in lines):
@@ -81,7 +80,7 @@ def paper_table(
     if format == "latex":
         table = tables.tabular("l" + "c" * len(columns), _latex_head(grid.columns), body)
         return "\n".join([*(f"% {note}" for note in notes), table])
-    head = ["method", *(", ".join(filter(None, column)) or "accuracy %" for column in grid.columns)]
+    head = ["method", *(", ".join(filter(None, column)) or quantity for column in grid.columns)]
     table = tables.FORMATS[format]([head, *body])
     if format == "csv":
         return table

@@ -513,28 +513,23 @@ def network_of(model: Any, dataset: Dataset, *, task: Task | None = None, init: 
       UserError: a network does not fit the samples. Raised before any compilation.
     """
     if isinstance(model, Model) and not options and model.input_shape == dataset.x.shape[1:]:
+        model = with_task(model, task or (model.task if model.task.metrics else dataset.task))
         for each in model.networks:
-            if each.num_outputs() != dataset.num_classes:
-                raise UserError(
-                    f"{each.name} returns {each.num_outputs()} logits, but the data need {dataset.num_classes}, one "
-                    "per class"
-                )
-        return with_task(model, task or (model.task if model.task.metrics else dataset.task))
+            models.check_output(each)
+        return model
     tokens = np.issubdtype(dataset.x.dtype, np.signedinteger)
     facts: dict[str, Any] = {
         "input_shape": dataset.x.shape[1:],
-        "num_classes": dataset.num_classes,
         "input_dtype": np.int32 if tokens else np.float32,
+        "task": task or dataset.task,
     } | options
+    columns = {"vocabulary": dataset.vocabulary, "categories": dataset.categories}
     several = model if isinstance(model, list | tuple) else [model]
     networks = [
-        models.build(each, **facts, init=init, vocabulary=dataset.vocabulary)
-        if isinstance(each, str)
-        else models.of_module(each, **facts)
+        models.build(each, **facts, **columns, init=init) if isinstance(each, str) else models.of_module(each, **facts)
         for each in several
     ]
-    network = networks[0] if len(networks) == 1 else Zoo.of(networks)
-    return with_task(network, task or dataset.task)
+    return networks[0] if len(networks) == 1 else Zoo.of(networks)
 
 
 def problem_of(

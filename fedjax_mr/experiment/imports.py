@@ -35,6 +35,8 @@ from fedjax_mr.models import MODELS
 from fedjax_mr.registry import Registry
 from fedjax_mr.strategies import SETTINGS, STRATEGIES
 from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
+from fedjax_mr.tasks import METRICS, TASKS
+from fedjax_mr.tasks.losses import LOSSES
 
 GROUP = "fedjax_mr"  # of entry points
 FOLDER = "imports"  # in a run folder, with the copies
@@ -46,6 +48,9 @@ REGISTRIES: tuple[Registry, ...] = (
     LINKS,
     OPTIMIZERS,
     SERVER_OPTIMIZERS,
+    TASKS,
+    METRICS,
+    LOSSES,
     LOGGERS,
 )
 _PINNED = re.compile(r"(.+)#([0-9a-f]{12})")

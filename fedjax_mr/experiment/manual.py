@@ -183,9 +183,7 @@ def _data_set(name: str, width: int) -> str:
 
 def _network(name: str, width: int) -> str:
     entry = MODELS[name]
-    model = models.build(
-        name, input_shape=entry.input_shape, num_classes=entry.num_classes, input_dtype=entry.input_dtype
-    )
+    model = models.as_in_source(name)
     facts = {
         "source": entry.source,
         "samples there": f"{describe(entry.input_shape, entry.input_dtype)}, {entry.num_classes} classes",

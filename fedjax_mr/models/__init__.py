@@ -11,10 +11,24 @@ import numpy as np
 
 from fedjax_mr import registry
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.models import cnn, lstm, nnx_module, pfedhr, pretrained, resnet, transformer, user_module, vgg
+from fedjax_mr.models import (
+    cnn,
+    lstm,
+    nnx_module,
+    pfedhr,
+    pretrained,
+    resnet,
+    sequences,
+    table,
+    transformer,
+    unet,
+    user_module,
+    vgg,
+)  # fmt: skip
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
 from fedjax_mr.models.zoo import Zoo
 from fedjax_mr.registry import Registry
+from fedjax_mr.tasks import Classification, Segmentation, Task
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -26,13 +40,14 @@ class ModelRow:
 
     Attributes:
       network: a Flax module, or a function that makes one. The function is called with ``num_classes`` and with those
-        of ``initialisation``, ``projection`` and ``vocabulary`` that it accepts. A function that builds an NNX module
-        also has the argument ``rngs``.
+        of ``initialisation``, ``projection``, ``vocabulary``, ``categories`` and ``per_position`` that it accepts. A
+        function that builds an NNX module also has the argument ``rngs``.
       input_shape: shape of one sample in the source, for the table of networks. (): the table omits the network.
       num_classes: C in the source.
       source: the paper or code that the network comes from.
       input_dtype: float32 for images and vectors, int32 for token sequences.
       pretrained: reads pretrained variables from a folder: all or all but those of the head. None: there are none.
+      task: what the network learns in the source.
     """
 
     network: "Callable[..., nn.Module | nnx.Module] | nn.Module | nnx.Module"
@@ -41,9 +56,10 @@ class ModelRow:
     source: str = ""
     input_dtype: Any = np.float32
     pretrained: Callable[[str], Variables] | None = None
+    task: type[Task] = Classification
 
 
-CIFAR, GREY, TEXT, SENTENCE = (32, 32, 3), (28, 28, 1), (80,), (48,)
+CIFAR, GREY, TEXT, SENTENCE, SERIES = (32, 32, 3), (28, 28, 1), (80,), (48,), (50, 6)
 
 SIZES = {"small": {"scale": 0.5}, "large": {"scale": 2.0}, "deep": {"deep": True}}
 """Variants of a small network, for experiments in which clients have different networks."""
@@ -82,7 +98,11 @@ _OURS: dict[str, ModelRow] = {
     "cnn_femnist": ModelRow(cnn.CNNFEMNIST, GREY, 62, "FedMR's code (CNN on FEMNIST)"),
     "cnn_pfl": ModelRow(cnn.CNNPfl, CIFAR, 10, "pfl-research's benchmarks (CIFAR10-IID)"),
     "mlp": ModelRow(cnn.MLP, GREY, 10, "McMahan et al., AISTATS 2017 (2NN)"),
+    "mlp_table": ModelRow(table.MLPTable, (8,), 2, "this project; vectors of categories as in Guo and Berkhahn, 2016"),
     "logistic": ModelRow(cnn.Logistic, GREY, 10, "convex experiments"),
+    "unet": ModelRow(
+        unet.UNet, GREY, 2, "Ronneberger et al., MICCAI 2015; narrower, normalised, padded", task=Segmentation
+    ),
     "resnet20": ModelRow(resnet.ResNet20, CIFAR, 10, "FedMR's and FedCross's code"),
     "resnet20_he": ModelRow(resnet.ResNet20He, CIFAR, 10, "He et al., CVPR 2016"),
     "vgg16": ModelRow(vgg.VGG16, CIFAR, 10, "FedMR's and FedCross's code (CIFAR)"),
@@ -101,6 +121,10 @@ _OURS: dict[str, ModelRow] = {
         )
         for i in range(1, 5)
     },
+    "gru": ModelRow(sequences.RecurrentNetwork, SERIES, 7, "this project; the unit of Cho et al., EMNLP 2014"),
+    "lstm_numbers": ModelRow(
+        functools.partial(sequences.RecurrentNetwork, cell="lstm"), SERIES, 7, "this project, gru with an LSTM"
+    ),
     "vit_tiny": ModelRow(transformer.ViT, CIFAR, 10, "FedTP's code (ViT on CIFAR); the depth is ours"),
     "vit_tiny_patch8": ModelRow(
         functools.partial(transformer.ViT, patch=8), CIFAR, 10, "this project, vit_tiny with a quarter of the patches"
@@ -129,20 +153,22 @@ def build(
     name: str,
     *,
     input_shape: tuple[int, ...],
-    num_classes: int,
+    num_classes: int = 0,
     input_dtype: Any = np.float32,
     init: str = "torch",
     norm: str = "batch",
     authors_state: bool = False,
     projection: int = 0,
     vocabulary: int = 0,
+    categories: tuple[int, ...] = (),
+    task: Task | None = None,
 ) -> Model:
     """Build the network ``name`` for samples of ``input_shape``.
 
     Args:
       name: a key of `MODELS`.
-      input_shape: [H, W, channels] of images, [T] of token sequences.
-      num_classes: C.
+      input_shape: [H, W, channels] of images, [T] of token sequences, [T, F] of sequences of numbers, [F] of rows.
+      num_classes: C, without a ``task``.
       input_dtype: float32 for images and vectors, int32 for token sequences.
       init: ``torch`` (the authors' initialisation) or ``flax``.
       norm: ``batch`` or ``group``, for networks with normalisation.
@@ -151,11 +177,16 @@ def build(
       projection: width of a projection head in front of the classifier (Li et al., MOON, CVPR 2021: 256). 0 disables
         it.
       vocabulary: number of different tokens. 0: the number of classes, or what the network was trained on.
+      categories: for each column of a table the number of its categories, or 0 for numbers. (): all are numbers.
+      task: what the network learns. Default: classification with C classes.
 
     Raises:
-      UserError: the name is unknown, an option is unknown or does not apply to the network, or the samples do not fit
-        the network. All checks run before anything is compiled.
+      UserError: the name is unknown, an option is unknown or does not apply to the network, or the samples or the task
+        do not fit the network. All checks run before anything is compiled.
     """
+    if task is None and num_classes < 1:
+        raise UserError("a network needs num_classes= or task=")
+    task = task or Classification(width=num_classes)
     if registry.is_supplied(name):
         raise registry.not_passed("model", name)
     if name not in MODELS:
@@ -166,13 +197,17 @@ def build(
         raise unknown_name("norm", norm, ("batch", "group"))
     if authors_state and norm != "batch":
         raise UserError(f"authors_state=True needs batch normalisation, not norm={norm}; drop one of the two")
-    network = _network(name, num_classes=num_classes, initialisation=init, projection=projection, vocabulary=vocabulary)
+    outputs = task.outputs(tuple(input_shape))
+    network = _network(
+        name, num_classes=outputs[-1], initialisation=init, projection=projection, vocabulary=vocabulary,
+        categories=tuple(categories), per_position=len(outputs) == 2 and outputs[0] == input_shape[0],
+    )  # fmt: skip
     if not isinstance(network, BlockNet):
         return of_module(
-            network, input_shape=input_shape, num_classes=num_classes, input_dtype=input_dtype, name=name, norm=norm,
-            authors_state=authors_state, projection=projection,
+            network, input_shape=input_shape, input_dtype=input_dtype, name=name, norm=norm,
+            authors_state=authors_state, projection=projection, task=task,
         )  # fmt: skip
-    if projection and not network.has_representation:
+    if projection and (len(outputs) > 1 or not network.has_representation):
         raise UserError(f"projection={projection}: {name} has no representation to project; use another model, or 0")
     options: dict[str, Any] = {"norm": norm} if norm != "batch" else {}
     options |= {"authors_state": True} if authors_state else {}
@@ -180,9 +215,17 @@ def build(
         if not hasattr(network, option):
             raise UserError(f"{option}={value} does not apply to the model {name}; leave it out")
     network = network.clone(**options)
-    model = Model(network, tuple(input_shape), input_dtype, name)
+    model = Model(network, tuple(input_shape), input_dtype, name, task=task)
     _check_fit(model, network.takes)
+    check_output(model)
     return model
+
+
+def as_in_source(name: str) -> Model:
+    """The network ``name`` for samples and task as in its source."""
+    row = MODELS[name]
+    task = row.task(width=row.num_classes)
+    return build(name, input_shape=row.input_shape, input_dtype=row.input_dtype, task=task)
 
 
 def _network(name: str, **options: Any) -> Any:
@@ -219,24 +262,27 @@ def of_module(
     module: Any,
     *,
     input_shape: tuple[int, ...],
-    num_classes: int,
+    num_classes: int = 0,
     input_dtype: Any = np.float32,
     norm: str = "batch",
     authors_state: bool = False,
     projection: int = 0,
     name: str = "",
+    task: Task | None = None,
 ) -> Model:
     """Wrap a Flax module, or a `Model`, as a network for samples of ``input_shape``; see `user_module.bind`.
 
     Raises:
-      UserError: the module does not fit the samples, or an option is set that only applies to built-in networks.
+      UserError: the module does not fit the samples or the task, or an option is set that only applies to built-in
+        networks.
     """
     for option, value, default in (
         ("norm", norm, "batch"), ("authors_state", authors_state, False), ("projection", projection, 0),
     ):  # fmt: skip
         if value != default:
             raise UserError(f"{option}={value} only applies to built-in networks: build it into the module instead")
-    facts: dict[str, Any] = {"input_shape": input_shape, "num_classes": num_classes, "input_dtype": input_dtype}
+    facts: dict[str, Any] = {"input_shape": input_shape, "input_dtype": input_dtype}
+    facts |= {"num_classes": num_classes, "task": task}
     if not isinstance(module, Model):
         return user_module.bind(module, **facts, name=name)
     if len(module.networks) > 1:
@@ -265,10 +311,41 @@ def _check_fit(model: Model, takes: str) -> None:
         raise UserError(
             f"{model.name} needs images with the channels last, but the samples are {sample}; transpose them"
         )
+    if takes == "sequences" and len(shape) != 2:
+        raise UserError(f"{model.name} needs sequences of numbers [T, F], but the samples are {sample}")
+    if takes == "rows" and len(shape) != 1:
+        raise UserError(f"{model.name} needs rows of a table [F], but the samples are {sample}; mlp takes any shape")
     try:
         model.shapes()
     except UserError as error:
+        if takes != "images":
+            raise
         raise UserError(f"images of {sample} are too small for {model.name}: {error}; use another model") from error
 
 
-__all__ = ["MODELS", "BlockNet", "Layer", "Model", "ModelRow", "Variables", "Zoo", "build", "of_module"]
+SUITED = {1: "a network such as mlp", 2: "transformer_tiny or lstm2", 3: "unet"}
+"""Networks whose outputs have this many axes."""
+
+
+def check_output(model: Model) -> None:
+    """Check that a network returns what its task needs. Raises a UserError: the shape of its output is another one."""
+    found, needed = model.output_shape(), model.task.outputs(model.input_shape)
+    if found != needed:
+        if "classes" in model.task.provides and len(found) == 1:
+            raise UserError(
+                f"{model.name} returns {found[0]} logits, but the data need {model.task.width}, one per class"
+            )
+        raise UserError(
+            f"{model.name} returns {_product(found)} numbers per sample, but {model.task.name} needs "
+            f"{_product(needed)}: use {SUITED.get(len(needed), 'another network')}"
+        )
+
+
+def _product(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+__all__ = [
+    "MODELS", "BlockNet", "Layer", "Model", "ModelRow", "Variables", "Zoo", "as_in_source", "build", "check_output",
+    "of_module",
+]  # fmt: skip

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports
-from fedjax_mr.models import MODELS, Model, build
+from fedjax_mr.models import MODELS, Model, as_in_source
 from fedjax_mr.models.base import describe
 from fedjax_mr.models.platforms import skip_absent_accelerators
 
@@ -25,9 +25,7 @@ COLUMNS = ("model", "sample", "classes", "layers", "leaves", "parameters", "stat
 
 def row(name: str) -> tuple[str, ...]:
     """One row of the table: a network, for samples as in its source."""
-    entry = MODELS[name]
-    shape, dtype = entry.input_shape, entry.input_dtype
-    model = build(name, input_shape=shape, num_classes=entry.num_classes, input_dtype=dtype)
+    entry, model = MODELS[name], as_in_source(name)
     leaves = jax.tree.leaves(model.shapes())
     numbers = (
         entry.num_classes,
@@ -37,7 +35,8 @@ def row(name: str) -> tuple[str, ...]:
         sum(leaf.size * leaf.dtype.itemsize for leaf in leaves),
         multiply_adds(model),
     )
-    return name, describe(shape, dtype).replace(" of float32", ""), *(f"{number:,}" for number in numbers), entry.source
+    sample = describe(entry.input_shape, entry.input_dtype).replace(" of float32", "")
+    return name, sample, *(f"{number:,}" for number in numbers), entry.source
 
 
 def multiply_adds(model: Model) -> int:

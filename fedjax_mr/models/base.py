@@ -34,13 +34,15 @@ class BlockNet(nn.Module):
     """An ordered list of named blocks; the last one is the head (the classifier's dense layer).
 
     A family overrides ``blocks``. Every block is a module called as ``block(x, train=..., mask=...)``; ``train`` sets
-    the mode of BatchNorm and dropout. ``mask`` [B] is 1 for samples and 0 for padding, or None without padding.
+    the mode of BatchNorm and dropout. ``mask`` [B] is 1 for samples and 0 for padding, or None without padding. Blocks
+    that need more than one array of the blocks before them hand on a NamedTuple, such as `transformer.Tokens`.
 
     Attributes:
-      num_classes: C, the width of the logits.
+      num_classes: C, the size of the last axis of the output.
       initialisation: ``torch`` (PyTorch's defaults, or those of the network's source code) or ``flax``.
       projection: width of MOON's projection head (dense, ReLU, dense) in front of the classifier. 0 disables it.
-      takes: the kind of samples: ``images`` [H, W, channels], ``tokens`` [T] or ``numbers`` of any shape.
+      takes: the kind of samples: ``images`` [H, W, channels], ``tokens`` [T], ``sequences`` of numbers [T, F], ``rows``
+        of a table [F] or ``numbers`` of any shape.
       has_representation: whether any layer precedes the head.
     """
 
@@ -249,10 +251,14 @@ class Model:
         """Shapes and dtypes of the variables of the module, those that are frozen here included."""
         return self._shapes("all", lambda: self.init_all(random_key(0)))
 
-    def num_outputs(self) -> int:
-        """The width of the logits."""
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of the output for one sample: [C], or with positions [T, C] or [H, W, C]."""
         x = jax.ShapeDtypeStruct((1, *self.input_shape), self.input_dtype)
-        return self._shapes("logits", lambda: jax.eval_shape(self.apply, self.shapes(), x)).shape[-1]
+        return self._shapes("logits", lambda: jax.eval_shape(self.apply, self.shapes(), x)).shape[1:]
+
+    def num_outputs(self) -> int:
+        """C, the size of the last axis of the output."""
+        return self.output_shape()[-1]
 
     def _shapes(self, name: str, function: Callable[[], Any]) -> Any:
         # Models that are derived from one another share what is known, and may differ in shapes, such as ranks.

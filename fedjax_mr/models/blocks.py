@@ -65,26 +65,28 @@ class DenseBlock(nn.Module):
       initialisation: see `layers.Dense`.
       dropout: probability of dropping an input.
       relu: whether ReLU follows.
+      flatten: whether a sample becomes one vector. Otherwise the layer is applied to its last axis, at each position.
     """
 
     features: int
     initialisation: str = "torch"
     dropout: float = 0.0
     relu: bool = True
+    flatten: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Compute the vectors [B, features] of [B, ...]."""
-        x = x.reshape(x.shape[0], -1)
+        """Compute the vectors [B, features] of [B, ...], or [B, ..., features] of [B, ..., I] without flattening."""
+        x = x.reshape(x.shape[0], -1) if self.flatten else x
         if self.dropout:
             x = nn.Dropout(self.dropout)(x, deterministic=not train)
         x = layers.Dense(self.features, initialisation=self.initialisation, name="dense")(x)
         return nn.relu(x) if self.relu else x
 
 
-def head(num_classes: int, *, initialisation: str, dropout: float = 0.0) -> DenseBlock:
-    """The classifier: a dense block [B, F] -> [B, C] without ReLU."""
-    return DenseBlock(num_classes, initialisation=initialisation, dropout=dropout, relu=False)
+def head(num_classes: int, *, initialisation: str, dropout: float = 0.0, flatten: bool = True) -> DenseBlock:
+    """The classifier: a dense block [B, F] -> [B, C] without ReLU, or [B, ..., F] -> [B, ..., C] at each position."""
+    return DenseBlock(num_classes, initialisation=initialisation, dropout=dropout, relu=False, flatten=flatten)
 
 
 class Flatten(nn.Module):

@@ -1,4 +1,4 @@
-"""Networks for characters and texts: an embedding, stacked LSTM layers, and a classifier of the last step.
+"""Networks for characters and texts: an embedding, stacked LSTM layers, and a classifier of the last or of each step.
 
 Sources: Hochreiter and Schmidhuber, "Long short-term memory" (1997); McMahan et al. (AISTATS 2017) for the task;
 FedMe's code (Matsuda et al., 2022) for the sizes. Flax's LSTM cell is not used because it has one bias per gate, and
@@ -169,6 +169,8 @@ class CharacterLSTM(BlockNet):
       depth: number of LSTM layers.
       embedding_width: width of the vector of a character.
       hidden: H.
+      per_position: whether to predict from each step: logits [T, C]. The variables are the same. Padding stays at the
+        end, where no earlier step sees it.
     """
 
     takes: ClassVar[str] = "tokens"
@@ -176,14 +178,15 @@ class CharacterLSTM(BlockNet):
     depth: int = 2
     embedding_width: int = 8
     hidden: int = 256
+    per_position: bool = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
         """The named blocks in forward order."""
         tokens = self.vocabulary or self.num_classes
-        texts = tokens != self.num_classes
+        texts = tokens != self.num_classes and not self.per_position
         return (
             ("embedding", Embedding(tokens, self.embedding_width, padded_at_end=texts)),
             *((f"lstm{i + 1}", LSTM(self.hidden, self.initialisation)) for i in range(self.depth)),
-            ("last", LastStep()),
-            ("classifier", head(self.num_classes, initialisation=self.initialisation)),
+            *(() if self.per_position else (("last", LastStep()),)),
+            ("classifier", head(self.num_classes, initialisation=self.initialisation, flatten=not self.per_position)),
         )

@@ -124,6 +124,8 @@ class Attention(nn.Module):
       causal: whether a token attends only to itself and to those before it.
       dropout: probability of dropping an attention weight.
       initialisation: see `layers.Dense`.
+      padding_sees_itself: whether padding attends to itself. Needed if its output is read: padding without a valid
+        token before it would otherwise attend to all positions, also to later ones.
     """
 
     heads: int
@@ -131,6 +133,7 @@ class Attention(nn.Module):
     causal: bool = False
     dropout: float = 0.0
     initialisation: str = "torch"
+    padding_sees_itself: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, valid: jax.Array | None, *, train: bool = False) -> jax.Array:
@@ -145,6 +148,8 @@ class Attention(nn.Module):
         query, key, value = (split(name) for name in ("query", "key", "value"))
         scores = jnp.einsum("bqhd,bkhd->bhqk", query * depth**-0.5, key)
         allowed = jnp.ones((1, 1, 1, length), bool) if valid is None else valid[:, None, None, :]
+        if self.padding_sees_itself:
+            allowed = allowed | jnp.eye(length, dtype=bool)[None, None]
         if self.causal:
             allowed = allowed & jnp.tri(length, dtype=bool)[None, None]
         # Finite, so that a query without any key has a finite result, which nothing reads.
@@ -160,7 +165,7 @@ class TransformerLayer(nn.Module):
 
     Attributes:
       hidden: width of the perceptron.
-      heads, head_width, causal, attention_dropout, initialisation: see `Attention`.
+      heads, head_width, causal, attention_dropout, initialisation, padding_sees_itself: see `Attention`.
       norm_first: whether the normalisation precedes attention and perceptron, or follows the sum, as in BERT.
       dropout: probability of dropping a value of attention or perceptron, before it is added.
       hidden_dropout: probability of dropping a value inside the perceptron.
@@ -177,14 +182,16 @@ class TransformerLayer(nn.Module):
     hidden_dropout: float = 0.0
     epsilon: float = 1e-5
     initialisation: str = "torch"
+    padding_sees_itself: bool = False
 
     @nn.compact
     def __call__(self, x: Tokens, *, train: bool = False, mask: jax.Array | None = None) -> Tokens:
         """Compute the vectors [B, T, D] of the next layer."""
         vectors, valid = x
         attention = Attention(
-            self.heads, self.head_width, self.causal, self.attention_dropout, self.initialisation, name="attention"
-        )
+            self.heads, self.head_width, self.causal, self.attention_dropout, self.initialisation,
+            self.padding_sees_itself, name="attention",
+        )  # fmt: skip
         perceptron = Perceptron(self.hidden, self.hidden_dropout, self.initialisation, name="perceptron")
         drop = nn.Dropout(self.dropout, deterministic=not train)
 
@@ -220,11 +227,11 @@ class Perceptron(nn.Module):
 
 
 class Pooling(nn.Module):
-    """One vector per sequence.
+    """One vector per sequence, or per position.
 
     Attributes:
-      kind: ``first`` (the class token), ``last`` (the last token that is not padding), or ``mean`` (of all that are
-        not).
+      kind: ``first`` (the class token), ``last`` (the last token that is not padding), ``mean`` (of all that are not),
+        or ``none`` (all vectors, also of padding).
       epsilon: that of a layer normalisation of the result. 0: no normalisation.
     """
 
@@ -233,8 +240,10 @@ class Pooling(nn.Module):
 
     @nn.compact
     def __call__(self, x: Tokens, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
-        """Compute [B, D]."""
+        """Compute [B, D]; [B, T, D] without pooling."""
         vectors, valid = x
+        if self.kind == "none":
+            return self._normalised(vectors)
         valid = jnp.ones(vectors.shape[:2], bool) if valid is None else valid
         if self.kind == "first":
             weight = jnp.arange(valid.shape[1])[None] == 0
@@ -244,8 +253,10 @@ class Pooling(nn.Module):
             weight = valid
         weight = weight.astype(vectors.dtype)
         weight = weight / jnp.maximum(weight.sum(axis=1, keepdims=True), 1)
-        pooled = (vectors * weight[..., None]).sum(axis=1)
-        return _norm(self.epsilon, name="norm")(pooled) if self.epsilon else pooled
+        return self._normalised((vectors * weight[..., None]).sum(axis=1))
+
+    def _normalised(self, vectors: jax.Array) -> jax.Array:
+        return _norm(self.epsilon, name="norm")(vectors) if self.epsilon else vectors
 
 
 def _norm(epsilon: float, *, name: str) -> nn.LayerNorm:
@@ -294,7 +305,8 @@ class ViT(BlockNet):
 class CausalTransformer(BlockNet):
     """A causal transformer that predicts from the last token: the next character, or the class of a text.
 
-    Token 0 is padding. In Shakespeare it is the line break, which `lstm.Embedding` ignores, too.
+    Token 0 is padding: no other token attends to it. In Shakespeare it is the line break, which `lstm.Embedding`
+    ignores, too.
 
     Attributes:
       vocabulary: number of tokens. 0: the number of classes, as in the prediction of characters.
@@ -304,6 +316,7 @@ class CausalTransformer(BlockNet):
       hidden: width of the perceptrons.
       positions: largest number of tokens.
       dropout: probability of dropping a value, in training.
+      per_position: whether to predict from each token: logits [T, C]. The variables are the same.
     """
 
     takes: ClassVar[str] = "tokens"
@@ -314,19 +327,20 @@ class CausalTransformer(BlockNet):
     hidden: int = 256
     positions: int = 128
     dropout: float = 0.1
+    per_position: bool = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
         """The named blocks in forward order."""
         layer = functools.partial(
             TransformerLayer, self.hidden, self.heads, causal=True, dropout=self.dropout,
-            hidden_dropout=self.dropout, initialisation=self.initialisation,
+            hidden_dropout=self.dropout, initialisation=self.initialisation, padding_sees_itself=self.per_position,
         )  # fmt: skip
         vocabulary = self.vocabulary or self.num_classes
         return (
             ("embedding", TokenEmbedding(vocabulary, self.width, self.positions, dropout=self.dropout)),
             *((f"layer{i + 1}", layer()) for i in range(self.depth)),
-            ("pooling", Pooling("last", epsilon=1e-5)),
-            ("classifier", head(self.num_classes, initialisation=self.initialisation)),
+            ("pooling", Pooling("none" if self.per_position else "last", epsilon=1e-5)),
+            ("classifier", head(self.num_classes, initialisation=self.initialisation, flatten=not self.per_position)),
         )
 
 

@@ -21,6 +21,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import calls, nnx_module
 from fedjax_mr.models.base import Model, Variables, describe
+from fedjax_mr.tasks import Classification, Task
 
 BATCH = 2  # samples in the check, which is traced and never computed
 # Folders of code that is not the user's.
@@ -35,7 +36,15 @@ SAME_VALUES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "s
 STATISTICS = "batch_stats"  # Flax's collection of BatchNorm's running means and variances
 
 
-def bind(module: Any, *, input_shape: tuple[int, ...], num_classes: int, input_dtype: Any, name: str = "") -> Model:
+def bind(
+    module: Any,
+    *,
+    input_shape: tuple[int, ...],
+    num_classes: int = 0,
+    input_dtype: Any,
+    name: str = "",
+    task: Task | None = None,
+) -> Model:
     """Wrap a Flax module as a network for samples of ``input_shape``.
 
     Args:
@@ -44,14 +53,15 @@ def bind(module: Any, *, input_shape: tuple[int, ...], num_classes: int, input_d
         `nnx_module.split`). A switch between training and evaluation (`calls.SWITCHES`) may be an argument or a
         field. The module may accept a ``mask`` [B]. Some strategies need the methods ``features`` and ``head``.
       input_shape: shape of one sample.
-      num_classes: C.
+      num_classes: C, without a ``task``.
       input_dtype: float32 for images and vectors, int32 for token sequences.
       name: name in messages. Default: the name of the class.
+      task: what the module learns. Its output is [B, ...] of the shape that the task needs. Default: classification.
 
-    Warns if the module ends in a softmax.
+    Warns if the module ends in a softmax, but the task needs logits.
 
     Raises:
-      UserError: the object is not such a module, cannot be called on the samples, or does not return logits [B, C].
+      UserError: the object is not such a module, cannot be called on the samples, or returns outputs of another shape.
     """
     start: Variables = {}
     if nnx_module.is_nnx(module):
@@ -63,8 +73,9 @@ def bind(module: Any, *, input_shape: tuple[int, ...], num_classes: int, input_d
             f"the model must be an instance of flax.linen.Module or flax.nnx.Module, not {_kind(module)}{hint}"
         )
     name = name or type(module).__name__
-    model = Model(_hashable(module, name), tuple(input_shape), input_dtype, name, start=start)
-    _check(model, num_classes)
+    task = task or Classification(width=num_classes)
+    model = Model(_hashable(module, name), tuple(input_shape), input_dtype, name, start=start, task=task)
+    _check(model)
     return model
 
 
@@ -130,7 +141,7 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-def _check(model: Model, num_classes: int) -> None:
+def _check(model: Model) -> None:
     """Trace a module in both modes. Nothing is computed.
 
     Raises:
@@ -154,10 +165,14 @@ def _check(model: Model, num_classes: int) -> None:
             )
     trace = jax.make_jaxpr(model.apply, return_shape=True)
     closed, out = _traced(lambda: trace(shapes, x), f"{name} cannot be evaluated", switch)
-    if getattr(out, "shape", None) != (BATCH, num_classes) or not jnp.issubdtype(out.dtype, jnp.floating):
+    expected = model.task.outputs(model.input_shape)
+    if getattr(out, "shape", None) != (BATCH, *expected) or not jnp.issubdtype(out.dtype, jnp.floating):
         output = describe(out.shape[1:], out.dtype) if hasattr(out, "shape") else f"a {_kind(out)}"
-        raise UserError(f"{name} returns {output} for a sample, but the data need {num_classes} logits, one per class")
-    if _ends_in_softmax(closed.jaxpr, closed.jaxpr.outvars[0]):
+        needs = f"{model.task.name} needs {describe(expected, np.float32)}"
+        if "classes" in model.task.provides:
+            needs = f"the data need {model.task.width} logits, one per class"
+        raise UserError(f"{name} returns {output} for a sample, but {needs}")
+    if "logits" in model.task.provides and _ends_in_softmax(closed.jaxpr, closed.jaxpr.outvars[0]):
         warnings.warn(
             f"{name} returns probabilities, but the loss applies a softmax itself: return the logits, which are the "
             "input of the module's last softmax",

@@ -25,7 +25,7 @@ EVEN = 256  # vectors of such multiples can be sharded evenly over the devices o
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Zoo(Model):
-    """A networks for the same samples and classes.
+    """A networks for the same samples and task.
 
     Their variables are ``{"params": {"vector": [P]}, "batch_stats": {"vector": [S]}, "architecture": []}``. P and S are
     the sizes of the largest network, rounded up to a multiple of `EVEN`; zeros pad smaller networks. ``batch_stats``
@@ -42,8 +42,8 @@ class Zoo(Model):
         """The zoo of several networks.
 
         Raises:
-          UserError: a network has variables that are not floats, or frozen ones; or the networks train in different
-            precisions.
+          UserError: a network has variables that are not floats, or frozen ones; or the networks learn different tasks,
+            or train in different precisions.
         """
         for model in models:
             if model.frozen:
@@ -53,6 +53,12 @@ class Zoo(Model):
         first = models[0]
         if len({model.precision for model in models}) > 1:
             raise UserError("several networks must train in one precision: give it with precision=, once for all")
+        other = next((each for each in models if each.task != first.task), first)
+        if other is not first:
+            raise UserError(
+                f"several networks must learn one task, but {first.name} learns {first.task.facts()} and {other.name} "
+                f"{other.task.facts()}"
+            )
         facts: dict[str, Any] = {"precision": first.precision, "task": first.task, "members": tuple(models)}
         return cls(first.module, first.input_shape, first.input_dtype, ",".join(each.name for each in models), **facts)
 
@@ -134,17 +140,21 @@ class Zoo(Model):
 
     def head(self, variables: Variables, z: jax.Array) -> jax.Array:
         """Compute the logits [B, C] of a representation [B, F] in evaluation mode, ignoring its padding."""
-        widths = self.feature_widths()
-        return self.switch(
-            variables, lambda number, network, unpacked, z: network.head(unpacked, z[:, : widths[number]]), z
-        )
+        shapes = self._feature_shapes()
+
+        def cut(number: int, network: Model, unpacked: Variables, z: jax.Array) -> jax.Array:
+            shape = shapes[number]
+            return network.head(unpacked, z[:, : math.prod(shape)].reshape(-1, *shape))
+
+        return self.switch(variables, cut, z)
 
     def feature_widths(self) -> tuple[int, ...]:
         """Width of the representation of each network [A]."""
+        return tuple(map(math.prod, self._feature_shapes()))
+
+    def _feature_shapes(self) -> tuple[tuple[int, ...], ...]:
         sample = jax.ShapeDtypeStruct((1, *self.input_shape), self.input_dtype)
-        return tuple(
-            math.prod(jax.eval_shape(model.features, model.shapes(), sample).shape[1:]) for model in self.members
-        )
+        return tuple(jax.eval_shape(model.features, model.shapes(), sample).shape[1:] for model in self.members)
 
     def _apply(self, variables: Variables, x: jax.Array, *, mutable: Any = None, **options: Any) -> Any:
         def one(number: int, network: Model, unpacked: Variables, x: jax.Array) -> Any:

@@ -53,8 +53,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             logits, state = network.train_apply(params, state, z, mask=batch.mask, key=key, method="head")
             supervised = network.task.objective(logits, batch.y, batch.mask)
 
-            near = cosine(z, network.features(received, batch.x))
-            far = cosine(z, network.features(memory.model, batch.x))
+            vectors = lambda z: z.reshape(len(z), -1)  # one per sample, also if it has one per pixel or token
+            near = cosine(vectors(z), vectors(network.features(received, batch.x)))
+            far = cosine(vectors(z), vectors(network.features(memory.model, batch.x)))
             contrastive = jax.nn.softplus((far - near) / hyper.temperature)  # -log(e^near / (e^near + e^far))
             weight = jnp.where(memory.trained, hyper.mu, 0.0)
             return local.masked_mean(supervised + weight * contrastive, batch.mask), state

@@ -1,5 +1,6 @@
 """Tasks by name: what a federation learns, its loss and its metrics. One task has one file."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,7 +32,7 @@ def with_metrics(task: Task, metrics: Iterable[str | Metric] = ()) -> Task:
     """The task with some metrics, by name or as objects. Default: those that it has, or its usual ones.
 
     Raises:
-      UserError: a metric is unknown, or does not suit the task.
+      UserError: a metric is unknown, does not suit the task, or has the name of another.
     """
     named = tuple(metrics)
     if not named and task.metrics:
@@ -45,11 +46,15 @@ def with_metrics(task: Task, metrics: Iterable[str | Metric] = ()) -> Task:
             raise UserError(f"a metric is a name or an fmr.Metric, not a {type(metric).__name__}")
         if missing := [need for need in metric.needs if task.provides.isdisjoint(need.split("|"))]:
             suited = ", ".join(name for name, row in METRICS.items() if suits(task, row)) or "none of ours"
-            raise UserError(f"metric {metric.name} needs {missing[0]}, which {task.name} has not: it has {suited}")
+            need = missing[0].replace("|", " or ")
+            raise UserError(f"metric {metric.name} needs {need}, which {task.name} has not: it has {suited}")
         found.append(metric)
     if not found:
         raise UserError(f"the task {task.name} has no metrics: name some in its default_metrics")
-    return dataclasses.replace(task, metrics=tuple(dict.fromkeys(found)))
+    found = list(dict.fromkeys(found))
+    if twice := [name for name, count in collections.Counter(each.name for each in found).items() if count > 1]:
+        raise UserError(f"two metrics have the name {twice[0]}: give one of them another name")
+    return dataclasses.replace(task, metrics=tuple(found))
 
 
 def suits(task: Task | type[Task], metric: Metric) -> bool:
@@ -64,13 +69,15 @@ def of_facts(facts: Mapping[str, Any]) -> Task:
       ValueError: the task is unknown, or a fact does not belong to it.
     """
     facts = dict(facts)
-    name = facts.pop("name")
+    name = facts.pop("name", None)
     if name not in TASKS:
         raise ValueError(f"the task {name!r} is not registered: import its file")
     fields = {each.name for each in dataclasses.fields(TASKS[name])} - {"criterion", "metrics"}
     if set(facts) - fields:
         raise ValueError(f"the task {name} has no {', '.join(sorted(set(facts) - fields))}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+    if "width" not in facts:
+        raise ValueError(f"the task {name} needs its width")
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
     return with_metrics(TASKS[name](**values))
 
 

@@ -92,7 +92,10 @@ class Task:
       dtype: the type of the targets.
       provides: what methods, metrics and partitions may rely on. ``classes``: each sample has one class, and the
         outputs [B, C] are its logits. ``logits``: the last axis of the outputs holds logits of classes. ``labels``:
-        the outputs are logits of yes or no. ``numbers``: predictions have the unit of the targets.
+        outputs [B, C] are logits of yes or no. ``numbers``: predictions have the unit of the targets, and
+        ``standardised`` gives targets the scale of the outputs, as in `Regression`. ``pixels``: the targets are classes
+        [B, H, W]. ``tokens``: they are tokens [B, T]. ``risk``: the outputs [B, 1] are logarithms of risks, and
+        ``times`` bounds intervals of time, as in `Survival`.
       default_metrics: names of `METRICS`.
     """
 
@@ -164,14 +167,14 @@ class Task:
         Raises:
           UserError: names the first fault, with ``where`` in front.
         """
-        expected = self.target_shape(x.shape[1:])
-        kind = "integers" if np.issubdtype(self.dtype, np.integer) else "floating-point numbers"
-        if y.shape[1:] != expected or np.issubdtype(y.dtype, np.integer) != np.issubdtype(self.dtype, np.integer):
+        expected, whole = self.target_shape(x.shape[1:]), np.issubdtype(self.dtype, np.integer)
+        kind = "integers" if whole else "floating-point numbers"
+        if y.shape[1:] != expected or not np.issubdtype(y.dtype, np.integer if whole else np.floating):
             raise UserError(
                 f"{where} needs {kind} of shape {expected} as the target of a sample in {self.name}, not {y.dtype} of "
                 f"shape {y.shape[1:]}"
             )
-        if not np.issubdtype(self.dtype, np.integer) and not np.isfinite(y).all():
+        if not whole and not np.isfinite(y).all():
             row = int(np.nonzero(~np.isfinite(y).reshape(len(y), -1).all(axis=1))[0][0])
             raise UserError(f"{where} has a target that is missing or not finite in row {row}")
 

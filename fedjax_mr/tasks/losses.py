@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.registry import Registry
 from fedjax_mr.settings import field
 from fedjax_mr.tasks.base import Criterion, Task
@@ -99,7 +99,8 @@ class _FocalCrossEntropy:
     def __call__(self, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """(1 - p)^gamma times the cross-entropy of each sample [B], where p is the probability of its class."""
         losses = optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
-        return jnp.power(-jnp.expm1(-losses), self.gamma) * losses if self.gamma else losses
+        other = jnp.maximum(-jnp.expm1(-losses), 1e-12)  # 1 - p; at 0 the gradient of its power may be infinite
+        return jnp.power(other, self.gamma) * losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,10 +199,13 @@ def with_loss(task: Task, name: str, settings: Any = None, counts: np.ndarray | 
       counts: training samples per class [C], for tasks with classes.
 
     Raises:
-      UserError: the loss does not suit the task, or a setting is wrong.
+      UserError: the loss is unknown or does not suit the task, or a setting is wrong.
     """
+    if name not in LOSSES:
+        raise unknown_name("loss", name, LOSSES)
     row = LOSSES[name]
     if missing := [need for need in row.needs if need not in task.provides]:
         raise UserError(f"loss={name} needs {missing[0]}, which the task {task.name} has not")
     settings = settings if settings is not None or row.settings is None else row.settings()
-    return dataclasses.replace(task, criterion=row.build(settings, task, counts))
+    bare = dataclasses.replace(task, criterion=None, metrics=())  # the loss is the same, whatever the metrics are
+    return dataclasses.replace(task, criterion=row.build(settings, bare, counts))

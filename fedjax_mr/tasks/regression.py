@@ -33,7 +33,7 @@ class Regression(Task):
 
     def standardised(self, targets: jax.Array) -> jax.Array:
         """Targets [B, C] as the network is to return them."""
-        return (targets - jnp.asarray(self.mean)) / jnp.asarray(self.std)
+        return (targets - _row(self.mean)) / _row(self.std)
 
     def loss(self, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """The mean squared error of the standardised numbers of each sample [B]."""
@@ -42,7 +42,7 @@ class Regression(Task):
 
     def predict(self, outputs: jax.Array) -> jax.Array:
         """The numbers [B, C] in the unit of the targets."""
-        return outputs * jnp.asarray(self.std) + jnp.asarray(self.mean)
+        return outputs * _row(self.std) + _row(self.mean)
 
     def target_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """C numbers: [C]."""
@@ -67,3 +67,7 @@ class Regression(Task):
         """Tenths of the samples by the first number."""
         edges = np.quantile(y[:, 0], np.arange(1, STRATA) / STRATA)
         return np.searchsorted(edges, y[:, 0], side="right").astype(np.int32), STRATA
+
+
+def _row(values: tuple[float, ...]) -> jax.Array:
+    return jnp.asarray(values, jnp.float32)[None]

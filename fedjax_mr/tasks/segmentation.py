@@ -34,14 +34,15 @@ class Segmentation(Task):
         known = (targets >= 0).astype(outputs.dtype)
         losses = optax.softmax_cross_entropy_with_integer_labels(outputs, jnp.maximum(targets, 0))
         cross_entropy = jnp.sum(losses * known, axis=(1, 2)) / jnp.maximum(jnp.sum(known, axis=(1, 2)), 1.0)
-        return cross_entropy + 1 - self._soft_dice(jax.nn.softmax(outputs) * known[..., None], targets)
+        return cross_entropy + self._dice_loss(jax.nn.softmax(outputs) * known[..., None], targets)
 
-    def _soft_dice(self, shares: jax.Array, targets: jax.Array) -> jax.Array:
+    def _dice_loss(self, shares: jax.Array, targets: jax.Array) -> jax.Array:
+        """1 - Dice of each image [B]; 0 if all of its pixels are unknown."""
         true = jax.nn.one_hot(targets, self.width)  # zeros where the target is unknown
         both, each = jnp.sum(shares * true, axis=(1, 2)), jnp.sum(shares + true, axis=(1, 2))
         present = jnp.any(true > 0, axis=(1, 2)).astype(shares.dtype)
         dice = 2 * both / jnp.maximum(each, 1e-6)
-        return jnp.sum(dice * present, axis=-1) / jnp.maximum(jnp.sum(present, axis=-1), 1.0)
+        return jnp.sum((1 - dice) * present, axis=-1) / jnp.maximum(jnp.sum(present, axis=-1), 1.0)
 
     def predict(self, outputs: jax.Array) -> jax.Array:
         """The probabilities of the classes of each pixel [B, H, W, C]."""

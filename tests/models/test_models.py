@@ -58,6 +58,10 @@ SIZES = [
     ("vit_tiny_patch8", CIFAR, 10, 2_009_994),
     ("transformer_tiny", TEXT, 80, 302_160),
     ("minilm", (48,), 2, 22_566_146),
+    ("unet", GREY, 2, 118_322),
+    ("gru", (50, 6), 7, 3 * 64 * (6 + 64 + 2) + 65 * 7),
+    ("lstm_numbers", (50, 6), 7, 4 * 64 * (6 + 64 + 2) + 65 * 7),
+    ("mlp_table", (8,), 2, 9 * 64 + 65 * 64 + 65 * 2),
     ("pfedhr_m1", CIFAR, 10, 97_384),
     ("pfedhr_m2", CIFAR, 10, 251_240),
     ("pfedhr_m3", CIFAR, 10, 2_510_178),
@@ -75,8 +79,8 @@ def _traced_once():
 
 def make(name, shape=None, classes=None, **options):
     row = models.MODELS[name]
-    shape, classes = shape or row.input_shape, classes or row.num_classes
-    return models.build(name, input_shape=shape, num_classes=classes, input_dtype=row.input_dtype, **options)
+    shape, task = shape or row.input_shape, row.task(width=classes or row.num_classes)
+    return models.build(name, input_shape=shape, input_dtype=row.input_dtype, task=task, **options)
 
 
 @pytest.mark.parametrize(("name", "shape", "classes", "parameters", "leaves", "size"), PUBLISHED)
@@ -100,7 +104,10 @@ def test_mcmahan_s_network_without_padding():
     assert models.Model(module, CIFAR).num_parameters() == 878_538
 
 
-OF_EACH_FAMILY = ("logistic", "lenet5", "cnn2", "resnet20", "vgg_femnist", "pfedhr_m3", "lstm1", "vit_tiny")
+OF_EACH_FAMILY = (
+    "logistic", "lenet5", "cnn2", "resnet20", "vgg_femnist", "pfedhr_m3", "lstm1", "vit_tiny", "unet", "gru",
+    "mlp_table",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,9 @@ THIN = {"width": 4, "heads": 2, "hidden": 16}
 
 
 def thin(name):
-    row = models.MODELS[name]
-    model = models.build(name, input_shape=row.input_shape, num_classes=row.num_classes, input_dtype=row.input_dtype)
+    model = models.as_in_source(name)
     smaller = {key: value for key, value in THIN.items() if hasattr(model.module, key)}
-    return models.Model(model.module.clone(**smaller), model.input_shape, model.input_dtype, name)
+    return models.Model(model.module.clone(**smaller), model.input_shape, model.input_dtype, name, task=model.task)
 
 
 def some_marked_slow(names):
@@ -44,7 +43,8 @@ def training(model):
     """The program of the training of one client."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     index = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    samples = Samples(shape((20, *model.input_shape)), index((20,)), shape((1,)), shape((1,)))
+    y = index((20, *model.task.target_shape(model.input_shape)))
+    samples = Samples(shape((20, *model.input_shape)), y, shape((1,)), shape((1,)))
     data = ClientData(samples, index((20,)), index(()), index(()), index(()))
     setting = local.LocalSetting(optax.sgd(0.1, 0.5), epochs=2, batch_size=4, max_size=20)
 
@@ -88,7 +88,8 @@ def rounds_of_fedmr(model, *, lanes):
     classes = model.module.num_classes
     x = rng.integers(0, classes, (12, *model.input_shape)).astype(model.input_dtype)
     x = x if model.module.takes == "tokens" else x / np.float32(classes)
-    y = rng.integers(0, classes, 12).astype(np.int32)
+    y = rng.integers(0, classes, (12, *model.task.target_shape(model.input_shape))).astype(np.int32)
+    first = y.reshape(12, -1)[:, 0]
     split = Split.of(np.split(np.arange(12), np.cumsum(sizes)[:-1]))
     problem = Problem(
         model=model,
@@ -98,7 +99,7 @@ def rounds_of_fedmr(model, *, lanes):
         num_classes=classes,
         layers=model.layers(),
         sizes=jnp.asarray(sizes, jnp.int32),
-        label_counts=jnp.asarray([np.bincount(y[split.rows(i)], minlength=classes) for i in range(3)], jnp.int32),
+        label_counts=jnp.asarray([np.bincount(first[split.rows(i)], minlength=classes) for i in range(3)], jnp.int32),
         architectures=jnp.zeros(3, jnp.int32),
     )
     samples = Samples(x, y, np.ones(1, np.float32), np.zeros(1, np.float32))

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from numpy.testing import assert_allclose, assert_array_equal
 
-from fedjax_mr import models
+from fedjax_mr import models, tasks
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, pretrained
 from fedjax_mr.models.transformer import (
@@ -70,6 +70,46 @@ def test_a_causal_network_does_not_look_ahead(build):
     change = np.abs(np.asarray(first - second)).max(-1)
     assert change[7] > 1e-3
     assert (change[:7] > 1e-6).any() == (build is bert)
+
+
+def language(name):
+    """A network that reads 12 tokens and predicts 11 of them."""
+    task = tasks.Language(width=11)
+    return models.build(name, input_shape=(6,), input_dtype=np.int32, vocabulary=12, task=task)
+
+
+@pytest.mark.parametrize("name", ["transformer_tiny", "lstm1"])
+def test_an_output_per_position_depends_on_no_later_token(name):
+    """Also behind tokens that are padding alone, and padding at the end changes nothing."""
+    model = language(name)
+    assert model.module.per_position and model.output_shape() == (6, 11)
+    variables, apply = jax.jit(model.init)(jax.random.key(0)), jax.jit(model.apply)
+    x = tokens(1, 6)
+    for start in (x[0], [0, 0, 0, 5, 0, 7]):
+        for position in range(6):
+            other = np.array([start], np.int32)
+            other[0, position] = other[0, position] % 10 + 1
+            change = np.abs(apply(variables, np.array([start], np.int32)) - apply(variables, other)).max(-1)[0]
+            assert np.all(change[:position] == 0)
+            assert change[position] > 1e-4
+    shorter = np.pad(x[:, :4], ((0, 0), (0, 2)))
+    assert_allclose(apply(variables, shorter)[:, :4], apply(variables, x)[:, :4], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["transformer_tiny", "lstm2"])
+def test_a_network_per_position_has_the_same_variables_and_the_same_last_output(name):
+    model = language(name)
+    plain = models.build(name, input_shape=(6,), num_classes=11, input_dtype=np.int32, vocabulary=12)
+    assert not plain.module.per_position
+    variables, alike = (jax.jit(each.init)(jax.random.key(0)) for each in (model, plain))
+    jax.tree.map(assert_array_equal, variables, alike)
+    each, last = (jax.jit(network.apply)(variables, tokens(3, 6)) for network in (model, plain))
+    assert_allclose(each[:, -1], last, rtol=1e-5, atol=1e-6)
+
+
+def test_a_network_without_outputs_per_position_is_refused():
+    with pytest.raises(UserError, match="minilm returns 11 numbers per sample, but language needs 6x11: use transf"):
+        language("minilm")
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

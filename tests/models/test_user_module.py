@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 
 import flax.linen as nn
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fedjax_mr import models
+from fedjax_mr import models, tasks
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import user_module
 from fedjax_mr.models.cnn import Logistic
@@ -318,6 +319,27 @@ def test_features_and_head_are_asked_for_by_name():
     plain = user_module.bind(Plain(), **FACTS)
     with pytest.raises(UserError, match=r"Plain has no method 'features'.*features\(x\).*head\(z\)"):
         jax.eval_shape(plain.features, plain.shapes(), x)
+
+
+def test_the_task_decides_what_a_module_returns():
+    facts = {"input_shape": (4, 4, 1), "input_dtype": np.float32, "task": tasks.Segmentation(width=3)}
+    model = user_module.bind(nn.Conv(3, (3, 3)), **facts)
+    assert model.task == facts["task"] and model.output_shape() == (4, 4, 3)
+    with pytest.raises(UserError) as error:
+        user_module.bind(nn.Conv(2, (3, 3)), **facts)
+    assert str(error.value) == ("Conv returns 4x4x2 of float32 for a sample, but segmentation needs 4x4x3 of float32")
+    again = models.of_module(model, **facts | {"task": tasks.Segmentation(width=3, metrics=())})
+    assert again.task == model.task
+    assert user_module.bind(nn.Dense(3), **FACTS).task == tasks.Classification(width=3)
+
+
+def test_a_softmax_is_right_where_the_task_needs_no_logits():
+    softmax = nn.Sequential([nn.Dense(3), nn.softmax])
+    with pytest.warns(UserWarning, match="returns probabilities"):
+        user_module.bind(softmax, **FACTS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        user_module.bind(softmax, **FACTS | {"task": tasks.Regression(width=3)})
 
 
 def test_a_row_of_ones_own(monkeypatch):

@@ -433,7 +433,13 @@ def _range(x: Any) -> dict[str, float]:
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:
-    """Build pFedHR."""
+    """Build pFedHR.
+
+    Raises:
+      UserError: the task has an output for each pixel or token; or as `Reassembler`.
+    """
+    if len(problem.model.task.outputs(problem.model.input_shape)) > 1:
+        raise UserError(f"pfedhr needs one output per sample, but the task is {problem.model.task.name}")
     network, reassembler = problem.model, Reassembler(hyper, problem)
     largest, count = problem.local.max_size, problem.cohort_size
 

@@ -1,0 +1,8 @@
+"""The contract of the tasks, of all our strategies."""
+
+import pytest
+
+from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.testing.test_tasks import *  # noqa: F403
+
+pytestmark = pytest.mark.parametrize("strategy", STRATEGIES)
