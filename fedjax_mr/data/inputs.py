@@ -112,6 +112,11 @@ def _kind(x: np.ndarray) -> str:
     return "floating-point numbers" if x.dtype.kind == "f" else "tokens" if x.dtype.kind in "iu" else "no numbers"
 
 
+def measured(x: np.ndarray, categories: tuple[int, ...]) -> np.ndarray:
+    """The columns of samples that are measurements, and not numbers of categories, which have no unit."""
+    return x[..., [not count for count in categories]] if any(categories) else x
+
+
 def refuse_other_units(name: str, x: np.ndarray, other: np.ndarray, part: str) -> None:
     """Check that other samples have the kind and the unit of the training samples.
 

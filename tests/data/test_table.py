@@ -114,6 +114,14 @@ def test_numbers_of_categories_have_no_unit():
     assert list(inputs.notes(data.from_table(table, "y", categorical=["film", "user"], drop=["x"]))) == []
 
 
+def test_arrays_may_have_categories_too(tmp_path):
+    x, y = np.stack([RNG.normal(size=60), np.arange(60) % 3], 1), np.arange(60) % 2
+    np.savez(tmp_path / "mine.npz", x=x, y=y, categories=[0, 3])
+    assert data.load(tmp_path / "mine.npz").categories == (0, 3)
+    with pytest.raises(UserError, match="categories has 1 numbers, but needs one for each column of a table"):
+        data.from_arrays(x, y, categories=[3])
+
+
 def test_the_names_of_clients_keep_the_order_of_numbers():
     table = {"x": np.arange(40.0), "site": np.repeat(["1", "2", "10", "3"], 10), "y": np.arange(40) % 2}
     assert data.from_table(table, "y", client="site").client_names == ("1", "2", "3", "10")

@@ -120,8 +120,9 @@ def from_table(
     dataset = arrays.from_arrays(
         x[~is_test], y[~is_test], task=task, client=owners, x_test=x[is_test], y_test=y[is_test],
         client_test=owners_test, name=name, num_classes=len(class_names) or None, mean=mean, std=std,
+        categories=preparation.counts,
     )  # fmt: skip
-    return dataclasses.replace(dataset, categories=preparation.counts, class_names=class_names, preparation=preparation)
+    return dataclasses.replace(dataset, class_names=class_names, preparation=preparation)
 
 
 def _kind(task: str | Task | None, targets: tuple[str, ...], name: str) -> type[Task]:
