@@ -278,11 +278,11 @@ def test_refuses_files(case, tmp_path):
 
 def test_which_arguments_a_dataset_takes(tmp_path):
     (tmp_path / "p.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match=r"p.csv is a table: name the column to predict with target="):
+    with pytest.raises(UserError, match=r"p.csv is a table: name the column to predict, --target=COLUMN or from_table"):
         data.load(tmp_path / "p.csv")
     with pytest.raises(UserError, match=r"absent.csv does not exist"):
         data.load(tmp_path / "absent.csv", target="b")
-    with pytest.raises(UserError, match=r"target=, client=, .* name columns of a CSV file, which digits is not"):
+    with pytest.raises(UserError, match=r"target, client, .* name columns of a CSV file, which digits is not"):
         data.load("digits", target="label")
     with pytest.raises(UserError, match="table is a list: pass a pandas frame, a dictionary of columns or a CSV file"):
         data.from_table([1, 2], "a")

@@ -32,7 +32,10 @@ def load(request: DataRequest) -> Dataset:
     """
     if not request.target:
         names = ", ".join(list(table_columns.read(request.name, request.name))[:20])
-        raise UserError(f"{request.name} is a table: name the column to predict with target=; it has {names}")
+        raise UserError(
+            f"{request.name} is a table: name the column to predict, --target=COLUMN or from_table(file, COLUMN); it has "
+            f"{names}"
+        )
     target = request.target[0] if len(request.target) == 1 else request.target
     return from_table(
         request.name, target, task=request.task, client=request.client, categorical=request.categorical,
