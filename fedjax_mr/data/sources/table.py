@@ -33,8 +33,8 @@ def load(request: DataRequest) -> Dataset:
     if not request.target:
         names = ", ".join(list(table_columns.read(request.name, request.name))[:20])
         raise UserError(
-            f"{request.name} is a table: name the column to predict, --target=COLUMN or from_table(file, COLUMN); it has "
-            f"{names}"
+            f"{request.name} is a table: name the column to predict, --target=COLUMN or from_table(file, COLUMN); it "
+            f"has {names}"
         )
     target = request.target[0] if len(request.target) == 1 else request.target
     return from_table(
