@@ -119,7 +119,7 @@ def load(
     name = os.fspath(name)
     targets = (target,) if isinstance(target, str) else tuple(target)
     if (targets or client or categorical or drop) and not name.endswith(columns.SUFFIXES):
-        raise UserError(f"target=, client=, categorical= and drop= name columns of a CSV file, which {name} is not")
+        raise UserError(f"target, client, categorical and drop name columns of a CSV file, which {name} is not")
     if registry.is_supplied(name):
         raise registry.not_passed("dataset", name)
     base = name.partition("/")[0]

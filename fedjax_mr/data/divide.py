@@ -366,7 +366,8 @@ def with_public(federated: FederatedData, other: Dataset, *, labels: bool, seed:
         raise UserError(
             f"{len(public.x)} public samples are needed, but {other.name} has only {len(other.y)} training samples"
         )
-    inputs.refuse_other_units(dataset.name, dataset.x, other.x, f"public ({other.name})")
+    measured, others = (inputs.measured(each.x, dataset.categories) for each in (dataset, other))
+    inputs.refuse_other_units(dataset.name, measured, others, f"public ({other.name})")
     notes = tuple(inputs.other_spread(dataset, other.x, f"public ({other.name})"))
     for note in notes:
         logging.warning("%s", note)

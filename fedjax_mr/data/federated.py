@@ -136,7 +136,13 @@ class Dataset:
             raise UserError(
                 f"{self.name}: training samples are {self.x.shape[1:]}, test samples {self.test_x.shape[1:]}"
             )
-        inputs.refuse_other_units(self.name, self.x, self.test_x, "test")
+        if self.categories and (self.x.ndim != 2 or len(self.categories) != self.x.shape[1]):
+            raise UserError(
+                f"{self.name}: categories has {len(self.categories)} numbers, but needs one for each column of a table "
+                f"[M, F], and x is of shape {self.x.shape}"
+            )
+        ours, theirs = (inputs.measured(each, self.categories) for each in (self.x, self.test_x))
+        inputs.refuse_other_units(self.name, ours, theirs, "test")
         inputs.refuse_normalisation(self)
         return self
 

@@ -43,6 +43,8 @@ class Normalised(Protocol):
     def mean(self) -> tuple[float, ...]: ...
     @property
     def std(self) -> tuple[float, ...]: ...
+    @property
+    def categories(self) -> tuple[int, ...]: ...
 
 
 def scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -110,6 +112,11 @@ def _kind(x: np.ndarray) -> str:
     return "floating-point numbers" if x.dtype.kind == "f" else "tokens" if x.dtype.kind in "iu" else "no numbers"
 
 
+def measured(x: np.ndarray, categories: tuple[int, ...]) -> np.ndarray:
+    """The columns of samples that are measurements, and not numbers of categories, which have no unit."""
+    return x[..., [not count for count in categories]] if any(categories) else x
+
+
 def refuse_other_units(name: str, x: np.ndarray, other: np.ndarray, part: str) -> None:
     """Check that other samples have the kind and the unit of the training samples.
 
@@ -156,6 +163,8 @@ class _Columns(NamedTuple):
         with np.errstate(all="ignore"):  # a tiny std gives infinite inputs, which are noted
             scale, shift = scale_and_shift(dataset.mean, dataset.std, x.dtype)
             inputs = (_some(x).astype(np.float32) * scale + shift).reshape(-1, x.shape[-1]).astype(np.float64)
+            if dataset.categories:
+                inputs[:, np.array(dataset.categories) > 0] = 0  # the number of a category has no unit
             distance = inputs - np.median(inputs, axis=0)
             number = np.count_nonzero(distance, axis=0)
             unit = np.sqrt((distance**2).sum(0) / np.maximum(number, 1))
@@ -169,7 +178,7 @@ class _Columns(NamedTuple):
 
 def notes(dataset: Normalised) -> Iterator[str]:
     """Yield a line for each sign that the training or test samples have an unsuitable scale."""
-    if _has_unit(dataset.x):
+    if _has_unit(dataset.x) and not (dataset.categories and all(dataset.categories)):
         train = _Columns.of(dataset, dataset.x)
         yield from _absurd(dataset, train)
         yield from other_spread(dataset, dataset.test_x, "test", train)

@@ -109,7 +109,7 @@ def bad(files):
         "nan": (["--dataset=nan.npz"], "not finite"),
         "different lengths": (["--dataset=lengths.npz"], "40 samples but 39 labels"),
         "empty npz": (["--dataset=empty.npz"], "empty, truncated or not an .npz file"),
-        "a table": (["--dataset=mine.csv"], "mine.csv is a table: name the column to predict with "),
+        "a table": (["--dataset=mine.csv"], "mine.csv is a table: name the column to predict, --target=COLUMN or"),
         "a folder": (["--dataset=./leaf"], "./leaf is not a dataset: convert your data to a CSV file"),
         "missing npz": (["--dataset=absent.npz"], "absent.npz does not exist"),
         "truncated json": (["--dataset=femnist", "--data_dir=leaf"], "empty, truncated or not a LEAF file"),

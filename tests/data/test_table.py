@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from fedjax_mr import data
+from fedjax_mr.data import inputs
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.preparation import Preparation
 from fedjax_mr.errors import UserError
@@ -100,6 +101,25 @@ def test_a_file_as_spreadsheets_write_it(tmp_path):
     dataset = data.load(path, target="ill", client="site", task="multilabel")
     assert dataset.preparation.columns == ("Body mass", "name") and dataset.client_names == ("00", "01")
     assert dataset.preparation.categories == ((), ("a;b",)) and dataset.task.name == "multilabel"
+
+
+def test_numbers_of_categories_have_no_unit():
+    table = {
+        "film": np.arange(2000),
+        "user": np.arange(2000) % 700,
+        "x": RNG.normal(size=2000),
+        "y": np.arange(2000) % 2,
+    }
+    assert list(inputs.notes(data.from_table(table, "y", categorical=["film", "user"]))) == []
+    assert list(inputs.notes(data.from_table(table, "y", categorical=["film", "user"], drop=["x"]))) == []
+
+
+def test_arrays_may_have_categories_too(tmp_path):
+    x, y = np.stack([RNG.normal(size=60), np.arange(60) % 3], 1), np.arange(60) % 2
+    np.savez(tmp_path / "mine.npz", x=x, y=y, categories=[0, 3])
+    assert data.load(tmp_path / "mine.npz").categories == (0, 3)
+    with pytest.raises(UserError, match="categories has 1 numbers, but needs one for each column of a table"):
+        data.from_arrays(x, y, categories=[3])
 
 
 def test_the_names_of_clients_keep_the_order_of_numbers():
@@ -258,11 +278,11 @@ def test_refuses_files(case, tmp_path):
 
 def test_which_arguments_a_dataset_takes(tmp_path):
     (tmp_path / "p.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match=r"p.csv is a table: name the column to predict with target="):
+    with pytest.raises(UserError, match=r"p.csv is a table: name the column to predict, --target=COLUMN or from_table"):
         data.load(tmp_path / "p.csv")
     with pytest.raises(UserError, match=r"absent.csv does not exist"):
         data.load(tmp_path / "absent.csv", target="b")
-    with pytest.raises(UserError, match=r"target=, client=, .* name columns of a CSV file, which digits is not"):
+    with pytest.raises(UserError, match=r"target, client, .* name columns of a CSV file, which digits is not"):
         data.load("digits", target="label")
     with pytest.raises(UserError, match="table is a list: pass a pandas frame, a dictionary of columns or a CSV file"):
         data.from_table([1, 2], "a")

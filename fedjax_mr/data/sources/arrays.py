@@ -21,7 +21,10 @@ from fedjax_mr.tasks import TASKS, Classification, Task
 TEST_SHARE = 0.2  # share of the test set if the user provides none
 SPLIT_SEED = 0  # constant, so that all runs of all strategies are tested on the same samples
 LARGEST_FLOATS = 5.0  # root mean square: 1 if standardised, below 1 in 0..1, 7.7 for digits in 0..16, 117 in 0..255
-OPTIONAL = ("task", "client", "x_test", "y_test", "client_test", "domain", "domain_test", "num_classes", "mean", "std")
+OPTIONAL = (
+    "task", "client", "x_test", "y_test", "client_test", "domain", "domain_test", "num_classes", "mean", "std",
+    "categories",
+)  # fmt: skip
 
 # How to convert other files, by suffix: the suffix of the result, and a line of Python.
 _RECIPES = {
@@ -80,6 +83,7 @@ def from_arrays(
     num_classes: int | None = None,
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
+    categories: Sequence[int] | np.ndarray = (),
 ) -> Dataset:
     """Make a dataset of images, vectors or token sequences with class labels, or with the targets of another task.
 
@@ -106,6 +110,8 @@ def from_arrays(
       num_classes: C. Default: the largest label of y plus one.
       mean: per channel or one number. Default: 0.5 for bytes (of pixels in 0..1), else 0.
       std: per channel or one number. Default: 0.5 for bytes, else 1.
+      categories: of vectors x [M, F], the number of categories of each column [F], whose values are 0..k-1 or -1, or 0
+        for a column of numbers.
 
     Raises:
       UserError: the arrays do not match, or cannot be trained on.
@@ -184,6 +190,7 @@ def from_arrays(
         domain=domain,
         test_domain=domain_test,
         domain_names=domain_names,
+        categories=tuple(int(count) for count in categories),
     ).check()
 
 

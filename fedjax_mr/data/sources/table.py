@@ -32,7 +32,10 @@ def load(request: DataRequest) -> Dataset:
     """
     if not request.target:
         names = ", ".join(list(table_columns.read(request.name, request.name))[:20])
-        raise UserError(f"{request.name} is a table: name the column to predict with target=; it has {names}")
+        raise UserError(
+            f"{request.name} is a table: name the column to predict, --target=COLUMN or from_table(file, COLUMN); it "
+            f"has {names}"
+        )
     target = request.target[0] if len(request.target) == 1 else request.target
     return from_table(
         request.name, target, task=request.task, client=request.client, categorical=request.categorical,
@@ -120,8 +123,9 @@ def from_table(
     dataset = arrays.from_arrays(
         x[~is_test], y[~is_test], task=task, client=owners, x_test=x[is_test], y_test=y[is_test],
         client_test=owners_test, name=name, num_classes=len(class_names) or None, mean=mean, std=std,
+        categories=preparation.counts,
     )  # fmt: skip
-    return dataclasses.replace(dataset, categories=preparation.counts, class_names=class_names, preparation=preparation)
+    return dataclasses.replace(dataset, class_names=class_names, preparation=preparation)
 
 
 def _kind(task: str | Task | None, targets: tuple[str, ...], name: str) -> type[Task]:

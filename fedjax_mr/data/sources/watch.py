@@ -32,7 +32,7 @@ def load(request: DataRequest) -> Dataset:
     table = np.load(io.BytesIO(content), allow_pickle=True).item()  # the digest says that it is the known dictionary
     windows = [series[: len(series) // LENGTH * LENGTH].reshape(-1, LENGTH, 6) for series in table["X"]]
     person, exercise, arm = (np.asarray(table[name]).astype(np.int32) for name in ("subject", "y", "side"))
-    # Spread evenly: four of the 20 series of an exercise, two or four of the 14 series of a person, both arms.
+    # Spread evenly: four of the 20 series of an exercise, two or three of the 14 series of a person, both arms.
     is_test = (person + exercise + 2 * arm) % RATIO == 0
     number = np.repeat(np.arange(len(windows)), list(map(len, windows)))  # the series of each window
     x, test = np.concatenate(windows).astype(np.float32), is_test[number]
