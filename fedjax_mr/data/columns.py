@@ -22,7 +22,8 @@ Columns = dict[str, np.ndarray]
 """The values [M] of each column: numbers, truth values, or texts and other objects. None and NaN are missing."""
 
 SUFFIXES = (".csv", ".tsv")
-MISSING = frozenset({"", "na", "n/a", "#n/a", "nan", "null", "none", "<na>", "nat"})  # in lower case; as pandas' reader
+# As pandas reads them, so "none" is a category.
+MISSING = frozenset({"", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null", "None", "<NA>", "NaT"})
 MOST_CATEGORIES = 100  # of a text column that is not listed as categorical; more are names, notes or identifiers
 FEWEST_ROWS = 20  # in fewer rows, texts that are all different may still be categories
 _TRUTH = {"true": True, "false": False}
@@ -218,7 +219,7 @@ def _counts(values: np.ndarray) -> bool:
 
 
 def _is_missing(value: Any) -> bool:
-    return value.strip().lower() in MISSING if isinstance(value, str) else is_missing(value)
+    return value.strip() in MISSING if isinstance(value, str) else is_missing(value)
 
 
 def _number(value: Any) -> float | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from fedjax_mr import files, untrusted
 from fedjax_mr.data.federated import Dataset
+from fedjax_mr.data.preparation import Preparation
 from fedjax_mr.errors import UserError
 from fedjax_mr.tasks import Classification, Task, of_facts, with_metrics
 
@@ -17,7 +19,9 @@ DTYPES = ("uint8", "float32", "int32")
 _SCHEMA = {
     "name": str, "shape": [int], "dtype": str, "num_classes": int, "mean": [float], "std": [float], "low": float,
     "high": float, "vocabulary?": int, "task?": dict, "categories?": [int],
+    "class_names?": [str], "preparation?": dict,
 }  # fmt: skip
+_TUPLES = ("shape", "mean", "std", "categories", "class_names")
 MARGIN = 1.0  # how far float samples may lie outside the range of the training samples, in multiples of the range
 
 
@@ -34,7 +38,7 @@ class Facts:
       low, high: the smallest and the largest value of the training samples.
       vocabulary: number of different tokens. 0 if the samples are not tokens.
       task: what was learned. None: a class per sample.
-      categories: see `Dataset`.
+      categories, class_names, preparation: see `Dataset`.
     """
 
     name: str
@@ -48,6 +52,8 @@ class Facts:
     vocabulary: int = 0
     task: Task | None = None
     categories: tuple[int, ...] = ()
+    class_names: tuple[str, ...] = ()
+    preparation: Preparation | None = None
 
     @property
     def learned(self) -> Task:
@@ -62,6 +68,7 @@ class Facts:
             dataset.name, tuple(x.shape[1:]), x.dtype.name, dataset.num_classes, tuple(map(float, dataset.mean)),
             tuple(map(float, dataset.std)), float(x.min()), float(x.max()), dataset.vocabulary,
             None if type(dataset.task) is Classification else dataset.task, dataset.categories,
+            dataset.class_names, dataset.preparation,
         )  # fmt: skip
 
     def save(self, folder: Path) -> None:
@@ -72,10 +79,11 @@ class Facts:
     def text(self) -> str:
         """The facts as JSON, which `parse` reads."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        task, categories = values.pop("task"), values.pop("categories")
-        values |= {} if task is None else {"task": task.facts()}
-        values |= {"categories": categories} if categories else {}  # files of classification are as they always were
-        return json.dumps(values, indent=2)
+        later = {name: values.pop(name) for name in ("task", "categories", "class_names", "preparation")}
+        later["task"] = later["task"] and later["task"].facts()
+        later["preparation"] = later["preparation"] and json.loads(later["preparation"].to_json())
+        # Without these facts, files are as version 0.3.0 writes them.
+        return json.dumps(values | {name: value for name, value in later.items() if value}, indent=2)
 
     @classmethod
     def parse(cls, text: str) -> "Facts":
@@ -85,8 +93,12 @@ class Facts:
           ValueError, TypeError: the text holds anything else.
         """
         values = untrusted.parse_json(text, _SCHEMA)
-        values |= {name: tuple(values[name]) for name in ("shape", "mean", "std", "categories") if name in values}
-        facts = cls(**values | ({"task": of_facts(values["task"])} if "task" in values else {}))
+        values |= {name: tuple(values[name]) for name in _TUPLES if name in values}
+        if "task" in values:
+            values["task"] = of_facts(values["task"])
+        if "preparation" in values:
+            values["preparation"] = Preparation.of_json(json.dumps(values["preparation"]))
+        facts = cls(**values)
         if facts.dtype not in DTYPES or facts.num_classes < 1:
             raise ValueError(f"samples cannot be {facts.dtype} with {facts.num_classes} classes")
         if not all(facts.std) or facts.low > facts.high or min((*facts.shape, 1)) < 1:  # LEAF's FEMNIST has std < 0
@@ -123,9 +135,14 @@ class Facts:
     def samples(self, x: Any) -> np.ndarray:
         """Check that samples are of this kind, and return them [n, ...] in the source's dtype.
 
+        Of a table that samples were made of (`from_table`), x may also be another table with its columns: a frame, a
+        dictionary of columns or the path of a CSV file.
+
         Raises:
           UserError: the shape, the kind of numbers or the range of values differs from the source.
         """
+        if self.preparation is not None and (isinstance(x, str | os.PathLike | dict) or hasattr(x, "columns")):
+            return self.preparation.apply(x)
         x = np.asarray(x)
         if x.ndim == len(self.shape) and self.shape[-1:] == (1,) and x.shape[1:] == self.shape[:-1]:
             x = x[..., None]  # images without a channel axis, as `from_arrays` takes them

@@ -90,6 +90,15 @@ class Config(
     task: str | None = _data(
         None, "What is learned: a class per sample, several labels, numbers, a class per pixel, the next token, or the "
         "time of an event. If omitted, the task of the dataset", names=TASKS, compiled="", short=True)
+    target: str | None = _data(
+        None, "Column of a CSV file to predict, or several separated by commas (survival: time,event). Required with a "
+        "CSV file")
+    client_column: str | None = _data(
+        None, "Column of a CSV file with the natural client of each row, such as a hospital. Default: there are none")
+    categorical: str | None = _data(
+        None, "Columns of a CSV file whose numbers are categories, separated by commas. Columns of texts always are")
+    drop_columns: str | None = _data(
+        None, "Columns of a CSV file that are not used, separated by commas")
     data_dir: str | None = _data(
         None, "Folder that holds the datasets. If omitted, the usual folder of each source", path=True, local=True,
         affects_results=False, per_process=True, short=True)

@@ -10,6 +10,11 @@ from fedjax_mr.experiment.config import Config, settings_of_row
 from fedjax_mr.experiment.pretrained import tokenizer_of
 
 
+def _names(columns: str | None) -> list[str]:
+    """The names in a setting, separated by commas."""
+    return [name.strip() for name in columns.split(",")] if columns else []
+
+
 def federated_data(config: Config, *, dataset: Dataset | None = None) -> FederatedData:
     """Load the dataset of a configuration and divide it among the clients.
 
@@ -29,7 +34,16 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
         text_length=config.text_length,
     )
     if dataset is None:
-        dataset = load(config.dataset, label_mode=config.label_mode, task=config.task)
+        columns = {name: _names(getattr(config, name)) for name in ("target", "categorical", "drop_columns")}
+        dataset = load(
+            config.dataset,
+            label_mode=config.label_mode,
+            task=config.task,
+            target=columns["target"],
+            client=config.client_column,
+            categorical=columns["categorical"],
+            drop=columns["drop_columns"],
+        )
     elif config.task not in (None, dataset.task.name):
         raise UserError(f"task={config.task}, but the samples are for {dataset.task.name}: leave it out")
     federated = data.federate(

@@ -168,8 +168,24 @@ class SavedRun:
         return self.deployed.module
 
     def predict(self, x: Any) -> np.ndarray:
-        """Class probabilities [B, C] of the deployed model for samples [B, ...]; see `TrainedNetwork.predict`."""
+        """Predictions of the deployed model for samples [B, ...]; see `TrainedNetwork.predict`."""
         return self.deployed.predict(x)
+
+    def calibrated(self, client: int | None = None) -> TrainedNetwork:
+        """The deployed model, or that of a client, with probabilities calibrated on the validation samples.
+
+        The deployed model is calibrated on those of all clients, a client's model on the client's own.
+
+        Raises:
+          UserError: the run has no validation samples, or as `TrainedNetwork.calibrated`.
+        """
+        network = self.deployed if client is None else self.personal(client)
+        federated = federated_data(self.config, dataset=self.user_objects.dataset)
+        if federated.validation is None:
+            raise UserError(f"{self.folder} has no validation samples for a calibration: train with --validation_share")
+        kept = federated.validation
+        rows = np.unique(kept.index if client is None else kept.rows(client))
+        return network.calibrated(federated.dataset.x[rows], federated.dataset.y[rows])
 
     def personal(self, client: int) -> TrainedNetwork:
         """The personal model of a client.

@@ -25,6 +25,7 @@ from fedjax_mr.models.nnx_module import NNXModule
 
 VARIABLES, NETWORK = "variables", "network.json"  # files of an exported network
 PLAIN = (bool, int, float, str, type(None))
+COLDEST, HOTTEST = 0.05, 20.0  # the range of temperatures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +37,14 @@ class TrainedNetwork:
       variables: its Flax collections.
       samples: the kind of samples that it was trained on.
       origin: its origin by name: strategy, round, client.
+      temperature: what logits are divided by before they become probabilities, see `calibrated`.
     """
 
     model: Model
     variables: Variables = dataclasses.field(repr=False)
     samples: Facts
     origin: dict[str, Any]
+    temperature: float = 1.0
 
     @classmethod
     def of(cls, model: Model, variables: Variables, samples: Facts, **origin: Any) -> "TrainedNetwork":
@@ -70,27 +73,55 @@ class TrainedNetwork:
         Raises:
           UserError: the samples have another shape, type or range.
         """
+        return np.asarray(self.samples.learned.predict(jnp.asarray(self.outputs(x)) / self.temperature))
+
+    def outputs(self, x: Any) -> np.ndarray:
+        """Compute the outputs [n, ...] of the network, such as logits, for raw samples; see `predict`."""
         x = self.samples.samples(x)
         size = max(1, min(evaluation_batch(), len(x)))
         batches = [np.zeros((0, *self.samples.learned.outputs(self.samples.shape)), np.float32)]
         for first in range(0, len(x), size):
             batch = x[first : first + size]
             filled = np.concatenate([batch, np.repeat(batch[:1], size - len(batch), axis=0)])
-            batches.append(np.asarray(self._predictions(self.model, self.variables, filled))[: len(batch)])
+            batches.append(np.asarray(self._outputs(self.model, self.variables, filled))[: len(batch)])
         return np.concatenate(batches)
 
     @functools.cached_property
-    def _predictions(self) -> Callable[[Model, Variables, np.ndarray], jax.Array]:
-        """The compiled function from the network, its variables and raw samples to predictions."""
+    def _outputs(self) -> Callable[[Model, Variables, np.ndarray], jax.Array]:
+        """The compiled function from the network, its variables and raw samples to outputs."""
         scale, shift = scale_and_shift(self.samples.mean, self.samples.std, self.samples.dtype)
 
-        task = self.samples.learned
-
-        def predictions(model: Model, variables: Variables, x: jax.Array) -> jax.Array:
+        def outputs(model: Model, variables: Variables, x: jax.Array) -> jax.Array:
             rows = jnp.arange(len(x), dtype=jnp.int32)
-            return task.predict(model.apply(variables, gather(Samples(x, rows, scale, shift), rows)))
+            return model.apply(variables, gather(Samples(x, rows, scale, shift), rows))
 
-        return jax.jit(predictions)
+        return jax.jit(outputs)
+
+    def calibrated(self, x: Any, y: Any) -> "TrainedNetwork":
+        """The network with calibrated probabilities: the temperature that minimises the loss on samples.
+
+        One number divides all logits (Guo et al., ICML 2017). The predicted classes stay the same. The samples must not
+        be those of the training; use validation samples (`SavedRun.calibrated`).
+
+        Args:
+          x: raw samples [n, ...], see `predict`.
+          y: their targets [n, ...].
+
+        Raises:
+          UserError: the outputs of the task are no logits, or there are no samples.
+        """
+        task, outputs = self.samples.learned, jnp.asarray(self.outputs(x))
+        if task.provides.isdisjoint({"logits", "labels"}):
+            raise UserError(f"only probabilities are calibrated, and the task {task.name} has none")
+        if not len(outputs):
+            raise UserError("calibration needs samples with targets")
+        targets, mask = jnp.asarray(np.asarray(y, task.dtype)), jnp.ones(len(outputs))
+        loss = jax.jit(lambda logarithm: jnp.mean(task.loss(outputs / jnp.exp(logarithm), targets, mask)))
+        low, high = np.log(COLDEST), np.log(HOTTEST)
+        for _ in range(40):  # thirds of the interval; the loss is convex in the inverse temperature
+            one, other = low + (high - low) / 3, high - (high - low) / 3
+            low, high = (low, other) if loss(one) <= loss(other) else (one, high)
+        return dataclasses.replace(self, temperature=float(np.exp((low + high) / 2)))
 
     def export(self, folder: Path | str, *, merged: bool = False) -> Path:
         """Write a folder that loads with only orbax and Flax, and return its path.

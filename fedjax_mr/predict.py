@@ -1,0 +1,128 @@
+"""Predict the rows of a file with the trained network of a run, and write a CSV file.
+
+FILE is a CSV file with the columns that the run was trained on (other columns are ignored), or an .npy file of samples.
+The predictions are in the order of the rows: the class and the probability of each class; for labels the probability of
+each; for numbers, their values; for survival, the relative risk.
+"""
+
+# ruff: noqa: E402
+from fedjax_mr.experiment import interrupts
+
+interrupts.begin(__name__)  # before the imports that take seconds
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fedjax_mr import files
+from fedjax_mr.data.facts import Facts
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import imports
+from fedjax_mr.experiment.load import load
+from fedjax_mr.experiment.messages import flags_in_errors
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises UserErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code: 0, or 2 for bad input.
+
+    Args:
+      arguments: command-line arguments without the program name. Default: those of this process.
+    """
+    parser = _Parser(prog="python -m fedjax_mr.predict", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="run folder")
+    parser.add_argument("file", metavar="FILE", help="CSV file, or .npy file of samples [n, ...]")
+    parser.add_argument("--out", metavar="FILE", default="predictions.csv", help="default: predictions.csv")
+    parser.add_argument("--round", type=int, help="round of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--best", action="store_true", help="the checkpoint of the best evaluation (requires a run with --keep_best)"
+    )
+    parser.add_argument(
+        "--client", type=int, help="use the personal model of this client (default: the deployed model)"
+    )
+    parser.add_argument(
+        "--calibrated",
+        action="store_true",
+        help="calibrate the probabilities on the validation samples (requires a run with --validation_share)",
+    )
+    parser.add_argument("--data_dir", metavar="DIR", help="folder that holds the datasets (default: as in the run)")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="allow running the Python files that the run imported, or the copies in its folder (default: no)",
+    )
+    try:
+        chosen = parser.parse_args(arguments)
+        with imports.blamed(), flags_in_errors():
+            run = load(chosen.run, round=chosen.round, best=chosen.best, data_dir=chosen.data_dir, trust=chosen.trust)
+            if chosen.calibrated:
+                network = run.calibrated(chosen.client)
+            else:
+                network = run.deployed if chosen.client is None else run.personal(chosen.client)
+            samples = read(Path(chosen.file), run.samples)
+            predictions = network.predict(samples)
+        count = write(Path(chosen.out), predictions, run.samples)
+        heat = f", temperature {network.temperature:.3g}" if chosen.calibrated else ""
+        print(f"{count} predictions in {chosen.out}{heat}")
+    except UserError as error:
+        print(f"fedjax-mr: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def read(path: Path, facts: Facts) -> Any:
+    """The samples in a file: an array, or the path of a CSV file for a run that was trained on a table.
+
+    Raises:
+      UserError: the file cannot be read, or is a table although the run was trained on other samples.
+    """
+    if path.suffix == ".npy":
+        try:
+            return np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is not an .npy file of samples ({error})") from None
+    if facts.preparation is None:
+        raise UserError(f"{path} must be an .npy file of samples, because the run was not trained on a table")
+    return str(path)
+
+
+def write(path: Path, predictions: np.ndarray, facts: Facts) -> int:
+    """Write predictions [n, ...] as CSV and return n.
+
+    Raises:
+      UserError: the task has no table of predictions, or the file cannot be written.
+    """
+    task = facts.learned
+    if predictions.ndim != 2:
+        raise UserError(f"predictions for {task.name} are no table: use fmr.load(RUN).predict(x) in Python")
+    names = [str(number) for number in range(predictions.shape[1])]
+    if "classes" in task.provides:
+        names = list(facts.class_names) or names
+        head = ["prediction", *(f"p({name})" for name in names)]
+        rows = [[names[row.argmax()], *row.tolist()] for row in predictions]
+    else:
+        targets = facts.preparation.target if facts.preparation is not None else ()
+        kind = {"labels": "p({})", "risk": "risk"}.get(next(iter(task.provides), ""), "{}")
+        names = list(targets) if len(targets) == len(names) else names
+        head, rows = [kind.format(name) for name in names], predictions.tolist()
+    try:
+        with files.atomic_write(path) as new, new.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([head, *rows])
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror})") from None
+    return len(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(interrupts.run(main))
