@@ -35,7 +35,7 @@ class Survival(Task):
         risk, (time, event) = outputs[:, 0], (targets[:, 0], targets[:, 1])
         at_risk = (time[None, :] >= time[:, None]) & (mask[None, :] > 0)  # [B, B]: who was still observed at time i
         at_risk = at_risk | jnp.eye(len(risk), dtype=bool)  # padding, too, has a finite loss
-        total = jax.nn.logsumexp(jnp.broadcast_to(risk, at_risk.shape), axis=1, where=at_risk)
+        total = jax.nn.logsumexp(jnp.where(at_risk, risk[None, :], -jnp.inf), axis=1)
         return jnp.where((event > 0) & (mask > 0), total - risk, 0.0)
 
     def predict(self, outputs: jax.Array) -> jax.Array:

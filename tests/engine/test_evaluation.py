@@ -58,7 +58,7 @@ def test_sums_of_all_devices_become_means(federation, monkeypatch):
     axis = client_axis(devices=2, lanes=None, cohort_size=2)
     constants = federation("linear")
     test = evaluation.Evaluation(constants.problem.model, constants.federation.samples, axis)
-    sums = {"accuracy": {"correct": np.array([3, 1]), "count": np.array([4, 1])}}
+    sums = {"accuracy": {"total": np.array([3, 1]), "count": np.array([4, 1])}}
     score = local.Score(sums, np.array([8.0, 2.0]), np.array([4, 1]))
     monkeypatch.setattr(test, "_per_device", lambda name, variables: score)
     assert test.one(None) == ({"accuracy": 0.8}, 2.0)

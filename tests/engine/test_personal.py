@@ -161,7 +161,7 @@ def test_the_servers_part_of_a_personal_model():
 
 def test_scores_become_means_over_the_samples_of_each_kind():
     score = lambda right, losses, count: Score(
-        {"accuracy": {"correct": np.array(right), "count": np.array(count)}}, np.array(losses), np.array(count)
+        {"accuracy": {"total": np.array(right), "count": np.array(count)}}, np.array(losses), np.array(count)
     )
     test = score([3.0, 0.0], [8.0, 0.0], [4.0, 0.0])
     validation = score([1.0, 1.0], [6.0, 4.0], [2.0, 1.0])

@@ -12,7 +12,16 @@ import pytest
 from scipy.special import expit, log_softmax, softmax
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.tasks import Classification, Language, Multilabel, Regression, Segmentation, Survival, losses
+from fedjax_mr.tasks import (
+    Classification,
+    Language,
+    Multilabel,
+    Regression,
+    Segmentation,
+    Survival,
+    losses,
+    with_metrics,
+)
 from fedjax_mr.tasks.losses import LOSSES, with_loss
 
 CLASSES = Classification(width=5)
@@ -217,7 +226,8 @@ def test_gradients_are_finite(name, size, samples):
     task, z, y = TASKS[name]
     mask = (np.arange(6) < samples).astype(np.float32)
     mean = lambda z: jnp.sum(task.loss(z, y, mask) * mask)
-    loss, gradient = jax.jit(jax.value_and_grad(mean))(jnp.asarray(size * z))
+    with jax.debug_nans(True):  # nor is there a NaN on the way, at which a user's debugger would stop
+        loss, gradient = jax.value_and_grad(mean)(jnp.asarray(size * z))
     assert np.isfinite(loss) and np.isfinite(gradient).all()
     assert not np.asarray(gradient[samples:]).any()
 
@@ -275,6 +285,7 @@ def test_equal_losses_are_equal_so_that_runs_share_programs():
         task, counts = (CLASSES, np.arange(5)) if "classes" in LOSSES[row].needs else (NUMBERS, None)
         one, other = with_loss(task, row, counts=counts), with_loss(dataclasses.replace(task), row, counts=counts)
         assert one == other and hash(one) == hash(other) and one != task
+        assert with_metrics(one) == with_loss(with_metrics(task), row, counts=counts)
 
 
 @pytest.mark.parametrize(
