@@ -52,6 +52,7 @@ LABORATORY = {
     "api": {"experiment"},
     "main": {"experiment"},
     "export": {"experiment"},
+    "predict": {"experiment"},
     "experiment": {"plots"},
     "analysis": {"experiment", "plots"},
     "sweep": {"experiment"},

@@ -13,6 +13,7 @@ from fedjax_mr.data.federated import Public
 from fedjax_mr.engine.round import RunConstants, begin, finish, start, train_client
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import random_key
 from fedjax_mr.models import adapters, layers
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.tasks import Classification, Language, Multilabel, Regression, Segmentation, Survival, Task
@@ -92,7 +93,7 @@ def network(kind: str, *, adapted: bool = False) -> models.Model:
     family = OfVectors if task.outputs((4, 4, 1)) == (task.width,) else OfPositions
     dtype = np.int32 if kind == "language" else np.float32
     model = models.Model(family(num_classes=task.width), dataset.x.shape[1:], dtype, name=kind)
-    return adapters.lora(model, 2, 4.0, key=jax.random.key(0), targets="*kernel", head=True) if adapted else model
+    return adapters.lora(model, 2, 4.0, key=random_key(0), targets="*kernel", head=True) if adapted else model
 
 
 @functools.lru_cache(maxsize=40)
