@@ -29,7 +29,9 @@ from fedjax_mr.testing.federations import (
     tree_equal,
 )
 
-pytest.register_assert_rewrite("fedjax_mr.testing.test_contract", "fedjax_mr.testing.test_links")
+pytest.register_assert_rewrite(
+    "fedjax_mr.testing.test_contract", "fedjax_mr.testing.test_links", "fedjax_mr.testing.test_tasks"
+)
 
 
 def use_memory_for_files(folder=Path("/dev/shm")):
@@ -56,18 +58,20 @@ class BySharedPrograms(LoadScopeScheduling):
 
     def _split_scope(self, nodeid):
         path, _, test = nodeid.partition("::")
-        contract = path.endswith(("test_contract.py", "test_links.py"))
+        contract = path.endswith(("test_contract.py", "test_links.py", "tests/test_tasks.py"))
         strategies = [word for word in re.findall(r"\w+", test) if word in STRATEGIES] if contract else []
         return " ".join([path, *strategies])
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the pairs of links and methods that the quick suite leaves out as slow."""
+    """Mark the pairs of methods with links or tasks that the quick suite leaves out as slow."""
     for item in items:
         is_quick = getattr(item.module, "is_quick", None)
-        if is_quick is not None and not is_quick(item.callspec.params["strategy"], item.callspec.params["link"]):
-            item.add_marker(pytest.mark.slow)
+        if is_quick is not None:
+            params = item.callspec.params
+            if not is_quick(params["strategy"], params.get("link", params.get("kind"))):
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_xdist_make_scheduler(config, log):
