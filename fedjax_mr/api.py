@@ -5,6 +5,7 @@ from fedjax_mr.channel import LINKS, Link, LinkRow, Sent
 from fedjax_mr.client import local
 from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.data import SOURCES, Dataset, FederatedData
+from fedjax_mr.data.augment import AUGMENTATIONS, Augmentation
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
 from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.data.sources.images import from_images
@@ -27,6 +28,7 @@ from fedjax_mr.tasks import METRICS, TASKS, Metric, Task
 from fedjax_mr.tasks.losses import LOSSES, LossRow
 
 __all__ = [
+    "AUGMENTATIONS",
     "LINKS",
     "LOGGERS",
     "LOSSES",
@@ -38,6 +40,7 @@ __all__ = [
     "SOURCES",
     "STRATEGIES",
     "TASKS",
+    "Augmentation",
     "BlockNet",
     "Cohort",
     "Config",

@@ -17,7 +17,8 @@ from fedjax_mr.channel.links import LINKS, LinkRow
 from fedjax_mr.channel.privacy import Privacy
 from fedjax_mr.channel.robust import Robust
 from fedjax_mr.client.training import Training
-from fedjax_mr.data import LABEL_MODES, SOURCES, partition
+from fedjax_mr.data import LABEL_MODES, SOURCES, augment, partition
+from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, kept, manifest, settings
@@ -56,6 +57,7 @@ _records = functools.partial(_evaluation, affects_results=False)
 @dataclasses.dataclass(frozen=True)
 class Config(
     Training,
+    augment.CropFlip,
     losses.Weighted,
     losses.Focal,
     losses.Smoothed,
@@ -206,10 +208,7 @@ class Config(
         "the task", names=LOSSES, short=True)
     augment: str = _training(
         "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), or none",
-        choices=("none", "crop_flip"), source="KDD'24: none")
-    augment_pad: int = _training(
-        4, "crop_flip: width of the black border from which the crop is taken",
-        unit="pixels", low=1, high=256, source="the usual one of CIFAR; FedMe's code: 2", needs=("augment",))
+        names=AUGMENTATIONS, source="KDD'24: none")
     precision: str = _training(
         "float32", "Number type of the forward and backward passes in the clients' training. Variables, losses, "
         "optimizers, the server and tests use float32",
@@ -424,9 +423,11 @@ def links(config: Config) -> Iterator[tuple[str, LinkRow, Any]]:
 
 
 def _own_rows(values: Mapping[str, Any]) -> Iterator[tuple[str, type | None]]:
-    """Yield the name and the dataclass of settings of each user's partition, loss and link that flags name."""
+    """Yield the name and the dataclass of settings of each user's row that flags name."""
     named, division, loss = values.get("links"), values.get("partition", Config.partition), values.get("loss")
     rows: dict[str, Any] = {division: PARTITIONS.get(division)} | ({loss: LOSSES.get(loss)} if loss else {})
+    if (changed := values.get("augment") or "none") != "none":
+        rows[changed] = AUGMENTATIONS.get(changed)
     rows |= {name: LINKS.get(name) for name in (named.split(",") if named else ())}
     for name, row in rows.items():
         if row is None or (row.settings is not None and not issubclass(Config, row.settings)):
@@ -436,7 +437,7 @@ def _own_rows(values: Mapping[str, Any]) -> Iterator[tuple[str, type | None]]:
 def all_settings(strategies: Collection[str] | None = None) -> Iterator[Setting]:
     """Yield the settings of the configuration, of users' rows, and of some strategies. Default: of all strategies."""
     yield from settings.settings_of(Config)
-    for name, row in (*PARTITIONS.items(), *LOSSES.items(), *LINKS.items()):
+    for name, row in (*PARTITIONS.items(), *AUGMENTATIONS.items(), *LOSSES.items(), *LINKS.items()):
         if row.settings is not None and not issubclass(Config, row.settings):
             yield from settings.settings_of(row.settings, f"{name}_")
     for name, row in STRATEGIES.items():

@@ -27,6 +27,7 @@ from fedjax_mr import files
 from fedjax_mr.channel import LINKS
 from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.data import SOURCES
+from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.loggers import LOGGERS
@@ -48,6 +49,7 @@ REGISTRIES: tuple[Registry, ...] = (
     LINKS,
     OPTIMIZERS,
     SERVER_OPTIMIZERS,
+    AUGMENTATIONS,
     TASKS,
     METRICS,
     LOSSES,

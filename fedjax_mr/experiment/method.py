@@ -15,7 +15,7 @@ from fedjax_mr.client.schedules import schedule
 from fedjax_mr.clock import Cohorts, Schedule, asynchronous, constant, hinge, online, polynomial, with_late_clients
 from fedjax_mr.clock.asynchronous import Keys
 from fedjax_mr.data import Dataset
-from fedjax_mr.data.augment import crop_flip
+from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.engine.round import Build
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -147,15 +147,13 @@ def augmentation(config: Config, dataset: Dataset) -> Callable[[jax.Array, jax.A
     """The augmentation of the training images: (key, images [B, ...]) -> images. None with ``augment="none"``.
 
     Raises:
-      UserError: the samples are not images.
+      UserError: the samples are not images, or their targets are pixels, which would have to move with them.
     """
     if config.augment == "none":
         return None
     if dataset.x.ndim != 4:
         raise UserError(f"augment={config.augment} requires images, but {dataset.name} has none: leave it out")
-    return _crop_flip(config.augment_pad)
-
-
-@functools.cache  # the same function in every run, so compiled programs are reused
-def _crop_flip(pad: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    return functools.partial(crop_flip, pad=pad)
+    if "pixels" in dataset.task.provides:
+        raise UserError(f"augment={config.augment} would move the images but not their masks: leave it out")
+    row = AUGMENTATIONS[config.augment]
+    return row.build(configuration.settings_of_row(config, config.augment, row.settings))

@@ -16,6 +16,7 @@ from fedjax_mr.channel import LINKS
 from fedjax_mr.client import optimizers
 from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.data import SOURCES, Dataset, is_file
+from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, did_you_mean, unknown_name
 from fedjax_mr.experiment import config as configuration
@@ -107,7 +108,7 @@ def _full_name(kind: type) -> str:
 def _rows_used(config: Config) -> imports.Names:
     """The rows of the registries that a run uses."""
     used = {(STRATEGIES.kind, config.strategy), (PARTITIONS.kind, config.partition)}
-    used |= {(OPTIMIZERS.kind, config.optimizer)}
+    used |= {(OPTIMIZERS.kind, config.optimizer), (AUGMENTATIONS.kind, config.augment)}
     used |= {(LOGGERS.kind, name) for name in config.logs} | {(METRICS.kind, name) for name in config.metric_names}
     used |= {(kind.kind, name) for kind, name in ((TASKS, config.task), (LOSSES, config.loss)) if name is not None}
     used |= {(MODELS.kind, name) for name in config.networks}
@@ -161,6 +162,8 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
     for kind, name, rows in (("task", config.task, TASKS), ("loss", config.loss, LOSSES)):
         if name is not None and name not in rows:
             raise unknown_name(kind, name, rows)
+    if config.augment not in ("none", *AUGMENTATIONS):
+        raise unknown_name("augment", config.augment, ["none", *AUGMENTATIONS])
     for name in config.metric_names:
         if name not in METRICS:
             raise unknown_name("metric", name, METRICS)

@@ -1,6 +1,7 @@
 """Every task with every strategy: what works, and the reason where one is refused."""
 
 import functools
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -11,6 +12,7 @@ from fedjax_mr.client import local
 from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.data.federated import Public
 from fedjax_mr.engine.round import RunConstants, begin, finish, start, train_client
+from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
@@ -97,8 +99,8 @@ def network(kind: str, *, adapted: bool = False) -> models.Model:
 
 
 @functools.lru_cache(maxsize=40)
-def simulator(strategy: str, kind: str) -> Simulator:
-    """A simulator of a strategy on the federation of a task.
+def simulator(strategy: str, kind: str, **options: object) -> Simulator:
+    """A simulator of a strategy on the federation of a task. ``options`` are those of `Simulator`.
 
     Raises:
       UserError: the strategy does not suit the task.
@@ -114,21 +116,27 @@ def simulator(strategy: str, kind: str) -> Simulator:
         devices=1,
         lanes=1,
         seed=1,
+        **options,  # type: ignore[arg-type]
     )
+
+
+def one_round(engine: Rounds) -> Callable[[RunConstants], object]:
+    """A round as a function of the constants, to be traced."""
+
+    def function(constants: RunConstants) -> object:
+        progress = start(constants)
+        plan, rows = begin(engine.axis, constants, progress)
+        trained = jax.lax.map(lambda row: train_client(constants, progress.round, row), rows)
+        return finish(constants, progress, plan, trained)
+
+    return function
 
 
 def refusal(strategy: str, kind: str) -> str | None:
     """Why a strategy refuses a task, in one line; None if it works. A round is traced, but not compiled."""
     try:
         engine = simulator(strategy, kind).rounds
-
-        def one_round(constants: RunConstants) -> object:
-            progress = start(constants)
-            plan, rows = begin(engine.axis, constants, progress)
-            trained = jax.lax.map(lambda row: train_client(constants, progress.round, row), rows)
-            return finish(constants, progress, plan, trained)
-
-        jax.eval_shape(one_round, engine.constants)
+        jax.eval_shape(one_round(engine), engine.constants)
     except UserError as error:
         return str(error)
     return None
