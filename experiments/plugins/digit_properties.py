@@ -21,7 +21,7 @@ def load(request):
     for number, rows in enumerate(divided.train.parts()):
         client[rows] = number
     test_client = np.full(len(source.test_y), "", object)
-    for number, rows in enumerate(divided.test.parts()):
+    for number, rows in enumerate(divided.client_test.split.parts()):
         test_client[rows] = str(number)
     return fmr.from_arrays(
         source.x, labels(source.y), task="multilabel", client=client.astype(str), x_test=source.test_x,
