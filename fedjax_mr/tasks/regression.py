@@ -30,6 +30,7 @@ class Regression(Task):
     dtype: ClassVar[type] = np.float32
     provides: ClassVar[frozenset[str]] = frozenset({"numbers"})
     default_metrics: ClassVar[tuple[str, ...]] = ("rmse", "mae", "r2")
+    group: ClassVar[str] = "tenth of the target"
 
     def standardised(self, targets: jax.Array) -> jax.Array:
         """Targets [B, C] as the network is to return them."""
