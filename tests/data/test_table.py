@@ -289,8 +289,8 @@ def test_which_arguments_a_dataset_takes(tmp_path):
 
 
 def test_many_whole_numbers_are_classes_only_if_the_task_is_named():
-    table = {"x": np.arange(60.0), "age": np.arange(60) % 40}
+    table = {"x": np.arange(240.0), "age": np.arange(240) % 40}
     with pytest.raises(UserError, match=r"'age' has 40 different values .* classes, say task='classification'"):
         data.from_table(table, "age")
     assert data.from_table(table, "age", task="classification").num_classes == 40
-    assert data.from_table({"x": np.arange(60.0), "age": np.arange(60) % 30}, "age").num_classes == 30
+    assert data.from_table({"x": np.arange(240.0), "age": np.arange(240) % 30}, "age").num_classes == 30
