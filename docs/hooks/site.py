@@ -33,7 +33,12 @@ PARTS: dict[str, Callable[..., str]] = {
     "method_sentences": methods.sentences,
     "section": documents.section,
 }
-WIDE = {"comparison.md", "channel_matrix.md", "methods/index.md"}  # wide tables: no table of contents beside them
+WIDE = {
+    "comparison.md",
+    "channel_matrix.md",
+    "task_matrix.md",
+    "methods/index.md",
+}  # wide tables: no table of contents beside them
 PART = re.compile(r"^.*<!-- site: (\w+)(.*?) -->$", re.MULTILINE)
 # The converter writes what belongs under "min" or "arg max" beside it, and knows no \\arg.
 OPTIMUM = re.compile(r"(\\arg)?\\(min|max)_(?:\{(.*?)\}|(\w))")

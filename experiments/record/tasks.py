@@ -17,8 +17,7 @@ HEAD = """# Every task with every method
 
 ✓: works. A number: refused, for the reason below the table. Each pair is tried with a network of two layers and the
 method's default hyper-parameters. [Tasks and metrics](tasks.md) explains the tasks.
-`python experiments/record.py tasks`
-writes this page; the slow tests train each pair.
+`python experiments/record.py tasks` writes this page; the slow tests train each pair.
 """
 
 
@@ -29,7 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     """Write the page."""
-    refusals = channel.tried(STRATEGIES, tasks.KINDS, tasks.refusal)
+    tried = channel.tried(STRATEGIES, tasks.KINDS, tasks.refusal)
+    refusals = {pair: reason and without_names(reason, *pair) for pair, reason in tried.items()}
     with files.atomic_write(arguments.page) as new:
         new.write_text(channel.page(refusals, HEAD), encoding="utf-8")
     print(f"{arguments.page}: written")
+
+
+def without_names(reason: str, strategy: str, task: str) -> str:
+    """A reason without the names of the method and of the task, so that equal reasons are one."""
+    reason = reason.replace(f"the task is {task}", "the task is another one").removesuffix(": choose another method")
+    start = next((name for name in (strategy, task) if reason.startswith(f"{name} ")), "")
+    return f"The {'method' if start == strategy else 'network'}{reason.removeprefix(start)}" if start else reason

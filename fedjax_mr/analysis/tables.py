@@ -194,10 +194,11 @@ def results_of(run: RunRecord, target: float | None = None, until: int | None = 
       UserError: an evaluation lacks a column that the table needs.
     """
     rows = [row for row in run.rows() if until is None or row["round"] <= until]
-    if missing := [name for row in rows for name in NEEDED if name not in row]:
+    metric = metric_of(rows)
+    if missing := [name for row in rows for name in (metric.name, *NEEDED) if name not in row]:
         raise UserError(f"{run.path} is damaged (an evaluation has no {missing[0]})")
     summary = summarise(rows, target)
-    metric, best = metric_of(rows), best_row(rows) if run.config.keep_best else None
+    best = best_row(rows) if run.config.keep_best else None
     reached = next((row for row in rows if row["round"] == summary["rounds_to_target"]), None)
     return {
         "rounds": summary["rounds"],

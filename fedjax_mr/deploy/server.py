@@ -195,7 +195,7 @@ def _with_own_samples(config: Config, server_data: str) -> Config:
 
 def _say(row: Mapping[str, Any]) -> None:
     """Print an evaluation to the log of the run."""
-    metric = metric_of([row])
+    metric = metric_of([dict(row)])
     value, loss = ("none" if row[name] is None else f"{row[name]:.4f}" for name in (metric.name, "loss"))
     print(f"fedjax-mr: round {row['round']}: {metric.title} {value}, loss {loss}", flush=True)
 

@@ -116,12 +116,12 @@ class Evaluation:
     def one(self, variables: Variables) -> Tested:
         """Test one model."""
         score = self._run("test", variables)
-        return Tested(self._model.task.values(score.metrics), score.loss / score.count)
+        return Tested(self._model.task.values(score.metrics), np.asarray(score.loss / score.count))
 
     def each(self, models: Variables) -> Tested:
         """Test K stacked models with leaves [K, ...]. The results have shape [K]."""
         score = self._run("test_all", models)
-        return Tested(self._model.task.values_of_each(score.metrics), score.loss / score.count)
+        return Tested(self._model.task.values_of_each(score.metrics), np.asarray(score.loss / score.count))
 
     def compile(self, variables: Variables) -> Programs:
         """Compile the test of one model for a machine that is not present. Nothing is executed."""

@@ -29,11 +29,16 @@ def task(config: Config, federated: FederatedData) -> Task:
     """The task of a configuration with its loss and its metrics.
 
     Raises:
-      UserError: as `simulator.task_of`.
+      UserError: as `simulator.task_of`, or a share above 1 shall be reached.
     """
     settings = configuration.loss_settings(config)
     found = task_of(federated, loss=config.loss, metrics=config.metric_names, settings=settings)
-    return found or federated.dataset.task
+    found = found or federated.dataset.task
+    for name in ("target_accuracy", "stop_at_accuracy"):
+        value = getattr(config, name)
+        if value is not None and found.primary.unit == "fraction" and not 0 <= value <= 1:
+            raise UserError(f"{name}={value} is out of range (allowed: >= 0 and <= 1)")
+    return found
 
 
 def build_model(

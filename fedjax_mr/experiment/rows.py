@@ -22,6 +22,8 @@ columns follow. Other tasks have their metrics in place of the accuracy: the col
 decides which model is best (`metric_of`).
 """
 
+COUNTS = frozenset(COLUMNS) - {"accuracy"}
+
 RESULTS = ("metrics.jsonl", "clients.csv", "summary.json")  # the files of a finished run that depend on each other
 MADE_FROM = "made_from"  # entry of version 0.3.0
 
@@ -99,7 +101,8 @@ def metric_of(rows: Sequence[MetricsRow]) -> Metric:
 
     A metric of a user whose file is not imported is one of which higher values are better.
     """
-    name = next((name for name in rows[0] if name != "round"), "accuracy") if rows else "accuracy"
+    names = (name.removeprefix("validation_") for name in (rows[0] if rows else ()))
+    name = next((name for name in names if name not in COUNTS), "accuracy")
     return METRICS.get(name) or Metric(name, lambda *_: None, lambda sums: sums)
 
 

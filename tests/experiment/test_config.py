@@ -145,7 +145,6 @@ def test_bad_flags(arguments, parts):
         ({"server_momentum": 1.0}, ["server_momentum=1.0", ">= 0 and < 1"]),
         ({"server_beta2": 1.0}, ["server_beta2=1.0", ">= 0 and < 1"]),
         ({"server_tau": 0.0}, ["server_tau=0.0", "> 0"]),
-        ({"target_accuracy": 97.0}, ["target_accuracy=97.0", "<= 1"]),
         ({"seed": 2**31}, ["seed=2147483648", "< 2^31"]),
         ({"lr": "0.1"}, ["lr='0.1' is not a number"]),
         ({"resume": True, "overwrite": True}, ["resume=True", "overwrite=True"]),

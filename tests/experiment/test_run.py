@@ -165,7 +165,7 @@ def test_by_default_short_rounds_have_few_checkpoints(straight, monkeypatch, equ
 def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
     ordinary, drawn = RunLoop._advance, []
 
-    def curves(runs, path, *, methods):
+    def curves(runs, path, *, methods, metric):
         drawn.append((str(path), {name: len(rows) for name, rows in runs.items()}, methods))
 
     def interrupt(self, progress, count):

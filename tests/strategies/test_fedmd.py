@@ -14,12 +14,15 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.strategies import fedmd
 from fedjax_mr.strategies.fedmd import Hyper, State
 from fedjax_mr.strategies.parts import LastModel
+from fedjax_mr.tasks import Classification
+
+TASK = Classification(width=3)
 
 
 @pytest.mark.parametrize("kind", ["mae", "mse", "kl"])
 def test_where_all_agree_nothing_moves(kind):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
-    far = lambda z: jnp.sum(fedmd.difference(z, logits, kind=kind))
+    far = lambda z: jnp.sum(fedmd.difference(TASK, z, logits, kind=kind))
     assert far(logits) == pytest.approx(0, abs=1e-6)
     np.testing.assert_allclose(jax.jit(jax.grad(far))(logits), 0.0, atol=1e-6)
     assert float(far(logits + jnp.array([[0.0, 1.0, 0.0]]))) > 0.01
@@ -47,9 +50,9 @@ def test_the_consensus_is_the_mean_of_the_rounds_clients(engine, zoo):
 def test_the_digests_losses_are_means_over_classes_or_the_divergence_of_the_consensus():
     """Differences of (3, -1); and KL of (3/4, 1/4) from (1/2, 1/2) is 3/4 log 3/2 + 1/4 log 1/2."""
     logits, target = jnp.array([[4.0, 1.0]]), jnp.array([[1.0, 2.0]])
-    assert float(fedmd.difference(logits, target, kind="mae")[0]) == (3 + 1) / 2
-    assert float(fedmd.difference(logits, target, kind="mse")[0]) == (9 + 1) / 2
-    far = fedmd.difference(jnp.zeros((1, 2)), jnp.array([[np.log(3), 0.0]], jnp.float32), kind="kl")
+    assert float(fedmd.difference(TASK, logits, target, kind="mae")[0]) == (3 + 1) / 2
+    assert float(fedmd.difference(TASK, logits, target, kind="mse")[0]) == (9 + 1) / 2
+    far = fedmd.difference(TASK, jnp.zeros((1, 2)), jnp.array([[np.log(3), 0.0]], jnp.float32), kind="kl")
     assert float(far[0]) == pytest.approx(0.75 * np.log(1.5) + 0.25 * np.log(0.5), rel=1e-5)
 
 

@@ -124,7 +124,7 @@ def test_fine_tuned_candidates_are_compared_with_fine_tuned_copies_of_the_client
     for each in options:
         assert (each["epochs"], each["batch_size"], each["stitches_only"]) == (1, 8, False)
         np.testing.assert_array_equal(each["samples"].y, problem.public.y)
-        assert each["loss"] is chains.cross_entropy
+        assert each["loss"] is chains.supervised(problem.model.task)
 
 
 def test_only_the_stitches_of_candidates_are_tuned_if_asked(thin):

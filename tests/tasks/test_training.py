@@ -155,6 +155,12 @@ def test_what_does_not_fit_the_task_is_refused_in_one_line(dose, tmp_path, chang
     assert "\n" not in str(error.value) and not (tmp_path / "refused").exists()
 
 
+@pytest.mark.parametrize("flag", ["target_accuracy", "stop_at_accuracy"])
+def test_no_share_of_the_samples_is_97(flag, tmp_path):
+    with pytest.raises(UserError, match=rf"{flag}=97.0 is out of range \(allowed: >= 0 and <= 1\)"):
+        fmr.run(fmr.Config(**{flag: 97.0}, run_dir=str(tmp_path / "run")))
+
+
 def test_partitions_by_label_need_labels():
     masks = fmr.data.load("masks")
     with pytest.raises(UserError, match="partition 'dirichlet' divides samples by their labels, but the task segm"):

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Train the runs of notebook/tasks.md: seven methods on one federation for each task, three seeds, the same settings for all.
+#
+#   DATA=FOLDER experiments/tasks.sh [FOLDER]      # DATA holds LEAF's shakespeare; FOLDER the runs. Default: runs/tasks
+#
+# The same command continues after an interruption: it skips finished runs and resumes unfinished ones. Learning rates are
+# those of a small search on seed 10 by the clients' validation samples (TUNE=1 repeats it, in FOLDER/tuning).
+#
+# python experiments/record.py keep FOLDER/TASK --name=tasks_TASK then keeps the runs.
+set -euo pipefail
+folder="${1:-runs/tasks}"
+cd "$(dirname "$0")/.."
+data=(${DATA:+--data_dir="$DATA"})
+methods=fedavg,fedmr,fedcross,scaffold,ditto,local,centralized
+
+sweep() { # name of the task, learning rate, then flags
+  local name="$1" lr="$2"
+  shift 2
+  if [ "${TUNE:-0}" = 1 ]; then
+    "${PYTHON:-python}" -m fedjax_mr.sweep --devices=1 --sweep_dir="$folder/tuning/$name" --partition=natural --clients=0 \
+      --strategies=fedavg --seeds=10 --validation_share=0.1 --grid=lr=0.01,0.03,0.1,0.3 "$@" || echo "$name: code $?"
+  else
+    "${PYTHON:-python}" -m fedjax_mr.sweep --devices=1 --sweep_dir="$folder/$name" --partition=natural --clients=0 \
+      --strategies="$methods" --seeds=0:3 --eval_clients --lr="$lr" ${SWEEP_FLAGS:-} "$@" || echo "$name: code $?"
+  fi
+}
+
+# Each task once more with --only=TASK in the environment variable ONLY.
+want() { [ -z "${ONLY:-}" ] || [ "${ONLY:-}" = "$1" ]; }
+want survival && sweep survival "${LR:-0.03}" --dataset=lung --model=mlp_table --cohort=9 --rounds=40 --batch_size=64 \
+  --local_epochs=2
+want multilabel && sweep multilabel "${LR:-0.1}" --import=experiments/plugins/digit_properties.py \
+  --dataset=digit_properties --model=cnn_digits --cohort=5 --rounds=60
+want classification && sweep classification "${LR:-0.1}" --dataset=watch --model=gru --cohort=5 --rounds=40 \
+  --local_epochs=2 --batch_size=20 --metrics=macro_f1,accuracy,auroc
+want regression && sweep regression "${LR:-0.03}" --dataset=flights --model=mlp_table --cohort=8 --rounds=30 \
+  --local_epochs=1 --batch_size=100
+want segmentation && sweep segmentation "${LR:-0.1}" --dataset=masks --model=unet --cohort=10 --rounds=20 \
+  --local_epochs=2 --batch_size=20
+want language && sweep language "${LR:-0.3}" "${data[@]}" --dataset=shakespeare --task=language --model=transformer_tiny \
+  --cohort=5 --rounds=20 --local_epochs=1 --batch_size=20
+true
