@@ -253,8 +253,9 @@ def remote_data(members: Sequence[Member], samples: ServerSamples) -> RemoteData
     )
     total = int(sizes.sum())
     facts, test = samples.facts, {"test_x": samples.test_x, "test_y": samples.test_y}
-    # One number stands for each target, whatever its shape: a client only has to claim many to make an array of them.
-    dataset = dataclasses.replace(facts.dataset(1), x=samples.test_x, y=np.zeros(total, np.int32), **test)
+    # No array of as many masks or texts as clients claim to have; the numbers of classes are part of recorded hashes.
+    placeholder = facts.dataset(total if "classes" in facts.learned.provides else 1)
+    dataset = dataclasses.replace(placeholder, x=samples.test_x, **test)
     counts = np.array([member.label_counts for member in members], np.int32)
     train, validation, test = consecutive(sizes), consecutive(kept, first=total), consecutive(tested)
     none = np.zeros(0, np.int64)

@@ -4,10 +4,11 @@ A client's file is an .npz file with arrays ``x`` and ``y``, and optionally ``va
 ``test_x``, ``test_y``. The server's file has ``test_x`` and ``test_y``, on which the deployed model is tested, and
 ``public_x`` (and ``public_y``) if the strategy needs public data. It also defines the kind of all samples, their
 normalisation and the task: either by ``facts``, which `divide` writes from a dataset for a trial, or by arrays with the
-names and the defaults of `from_arrays`, see `KIND`. ``target_mean``, ``target_std`` and so on are facts of the task by
-name. Without them, numbers are standardised by the server's own targets.
+names and the defaults of `from_arrays`, see `KIND`. ``num_classes`` is the width of the task, and ``target_mean``,
+``target_std`` and so on are its other facts. Without them, numbers are standardised by the server's own targets.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from fedjax_mr.data import FederatedData, from_arrays, npz
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import Public
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.tasks import TASKS, Task, of_facts
+from fedjax_mr.tasks import TASKS, Classification, Task, of_facts
 
 KIND = ("task", "num_classes", "mean", "std", "categories")
 _FACT = "target_"  # begins the names of arrays with facts of the task
@@ -90,10 +91,7 @@ class ServerSamples(NamedTuple):
         arrays = _read(path)
         try:
             x, y = arrays["test_x"], arrays["test_y"]
-            if "facts" in arrays:
-                facts = Facts.parse(str(arrays["facts"].item()))
-            else:
-                facts = _kind(path, x, y, arrays)
+            facts = Facts.parse(str(arrays["facts"].item())) if "facts" in arrays else _kind(path, x, y, arrays)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a file of a server: it needs test_x and test_y ({error})") from None
         public = None
@@ -119,16 +117,21 @@ def _kind(path: Path | str, x: Any, y: Any, arrays: Mapping[str, np.ndarray]) ->
       UserError: they are no samples and targets, or not of the task.
     """
     kind = {name: arrays[name].tolist() for name in KIND if name in arrays}
-    about = {name: each.tolist() for name, each in arrays.items() if name.startswith(_FACT)}
+    about = {name.removeprefix(_FACT): arrays[name].tolist() for name in arrays if name.startswith(_FACT)}
+    task = str(kind.pop("task", Classification.name))
+    if task != Classification.name and "num_classes" in kind:
+        about["width"] = kind.pop("num_classes")
     try:
-        if about:
-            kind["task"] = _task(kind.get("task"), y, {name.removeprefix(_FACT): each for name, each in about.items()})
-        return Facts.of(from_arrays(x, y, x_test=x, y_test=y, name=Path(path).stem, **kind))
+        kind["task"] = _task(task, y, about) if about else task
+        facts = Facts.of(from_arrays(x, y, x_test=x, y_test=y, name=Path(path).stem, **kind))
     except (UserError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
+    if "tokens" in facts.learned.provides:  # the largest token may be missing among the server's samples
+        facts = dataclasses.replace(facts, vocabulary=max(facts.vocabulary, facts.num_classes))
+    return facts
 
 
-def _task(name: Any, y: Any, facts: Mapping[str, Any]) -> Task:
+def _task(name: str, y: Any, facts: Mapping[str, Any]) -> Task:
     """The task of targets y with some facts in place of those that y has.
 
     Raises:
@@ -136,7 +139,7 @@ def _task(name: Any, y: Any, facts: Mapping[str, Any]) -> Task:
       ValueError: as `of_facts`.
     """
     if name not in TASKS:
-        raise unknown_name("task", str(name), TASKS)
+        raise unknown_name("task", name, TASKS)
     known = TASKS[name].of(TASKS[name].convert(np.asarray(y))).facts()
     several = {each for each, value in known.items() if isinstance(value, tuple)}
     values = {each: np.atleast_1d(value).tolist() if each in several else value for each, value in facts.items()}
@@ -145,10 +148,11 @@ def _task(name: Any, y: Any, facts: Mapping[str, Any]) -> Task:
 
 def _likely_task(y: np.ndarray) -> str:
     """A task that may have the targets y [n, ...] of a file without the server's."""
-    if y.dtype.kind == "f":
+    if y.dtype.kind == "f" and y.ndim:
         return "regression"
-    few = y.size > 0 and y.max() <= 1
-    return {2: "multilabel" if few else "language", 3: "segmentation"}.get(y.ndim, "classification")
+    if y.dtype.kind not in "biu" or y.ndim not in (2, 3):
+        return "classification"
+    return "segmentation" if y.ndim == 3 else "multilabel" if y.max(initial=0) <= 1 else "language"
 
 
 def _read(path: Path | str) -> dict[str, np.ndarray]:

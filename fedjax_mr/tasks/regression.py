@@ -37,8 +37,10 @@ class Regression(Task):
             values = np.asarray(getattr(self, name))
             fits = values.shape in ((1,), (self.width,)) and values.dtype.kind in "iuf" and np.isfinite(values).all()
             if not fits or (name == "std" and (values <= 0).any()):
-                kind = "positive numbers" if name == "std" else "numbers"
-                raise UserError(f"{name} of the targets must be 1 or {self.width} {kind}, not {getattr(self, name)}")
+                kind = "a positive number" if name == "std" else "a number"
+                raise UserError(
+                    f"{name} of the targets must be {kind}, or one for each of {self.width}, not {getattr(self, name)}"
+                )
 
     def standardised(self, targets: jax.Array) -> jax.Array:
         """Targets [B, C] as the network is to return them."""
