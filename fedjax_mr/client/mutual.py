@@ -49,10 +49,10 @@ def mutual_loss(models: Pair, weights: Pair, *, difference: Difference | None = 
 
         def one(logits: jax.Array, other: jax.Array, weights: Weights) -> jax.Array:
             supervised = task.objective(logits, batch.y, batch.mask)
-            apart = (difference or task.divergence)(logits, jax.lax.stop_gradient(other))
-            return weights.supervised * supervised + weights.mutual * apart
+            return weights.supervised * supervised + weights.mutual * apart(logits, jax.lax.stop_gradient(other))
 
         task = models.first.task
+        apart = difference or task.divergence
         losses = one(first, second, weights.first) + one(second, first, weights.second)
         return local.masked_mean(losses, batch.mask), Pair(first_state, second_state)
 

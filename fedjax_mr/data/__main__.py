@@ -70,7 +70,7 @@ def _show(arguments: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         division = titles.division(titles.facts(config))
         title = f"{titles.dataset(federated.dataset.name)}, {division}, {federated.num_clients} clients"
-        plots.partition(federated.label_counts(), picture, title=title)
+        plots.partition(federated.label_counts(), picture, title=title, group=federated.dataset.task.group)
         assert federated.plan is not None  # `federate` always makes one
         partition_file.save(federated.plan, folder / "partition.npz")
     except OSError as error:

@@ -485,7 +485,8 @@ class Experiment:
             return
         name, division = titles.dataset(self.federated.dataset.name), titles.division(titles.facts(self.config))
         title = f"{name}, {division}, {self.federated.num_clients} clients"
-        plots.partition(self._partition_counts(), self._picture("partition"), title=title)
+        group = self.federated.dataset.task.group
+        plots.partition(self._partition_counts(), self._picture("partition"), title=title, group=group)
         if rows := self.folder.rows():
             self._draw_curves(rows)
 

@@ -12,7 +12,14 @@ from fedjax_mr.plots.looks import COLOURS, STROKES, look, looks, number_of
 MOST_COLUMNS = 1000  # columns of the plot of a partition; with more clients, neighbours share a column
 
 
-def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: str = "training samples") -> None:
+def partition(
+    counts: np.ndarray,
+    path: Path | str,
+    *,
+    title: str = "",
+    noun: str = "training samples",
+    group: str = "class",
+) -> None:
     """Draw the partition of the samples: a heat map of clients x classes below the sizes of the clients.
 
     With more than `MOST_COLUMNS` clients, neighbours share a column. It shows their mean and, in a paler colour above
@@ -23,6 +30,7 @@ def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: st
       path: file to write, in one of `FORMATS`.
       title: line above the plot.
       noun: name of the samples that are counted.
+      group: name of the groups C.
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.ticker import MaxNLocator
@@ -55,7 +63,7 @@ def partition(counts: np.ndarray, path: Path | str, *, title: str = "", noun: st
         norm = PowerNorm(0.5, vmin=0, vmax=max(1, shares.max()))  # small shares stay visible beside large ones
         extent = (-0.5, num_clients - 0.5, num_classes - 0.5, -0.5)
         image = table.imshow(shares.T, aspect="auto", cmap="Blues", norm=norm, interpolation="nearest", extent=extent)
-        table.set(xlabel="client", ylabel="class", xlim=(-0.5, num_clients - 0.5))
+        table.set(xlabel="client", ylabel=group, xlim=(-0.5, num_clients - 0.5))
         ticks = 40 if num_clients <= 100 else 10  # longer numbers need more room
         for axis, count, at_most in ((table.xaxis, num_clients, ticks), (table.yaxis, num_classes, 20)):
             axis.set_major_locator(MaxNLocator(min(count, at_most), integer=True, steps=(1, 2, 5, 10)))

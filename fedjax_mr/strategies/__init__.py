@@ -238,7 +238,7 @@ _OURS: dict[str, dict[str, Row]] = {
         ),
         "ditto": Row(ditto.build, ditto.Hyper, "Li et al., ICML 2021", title="Ditto"),
         "fedrep": Row(partial.fedrep, partial.FedRep, "Collins et al., ICML 2021", title="FedRep"),
-        "fedper": Row(partial.fedper, None, "Arivazhagan et al., arXiv 2019", title="FedPer"),
+        "fedper": Row(partial.fedper, partial.FedPer, "Arivazhagan et al., arXiv 2019", title="FedPer"),
         "fedbn": Row(partial.fedbn, None, "Li et al., ICLR 2021", title="FedBN"),
         "lgfedavg": Row(partial.lgfedavg, None, "Liang et al., arXiv 2020", title="LG-FedAvg"),
         "mapper": Row(

@@ -40,6 +40,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
+from fedjax_mr.models import parts
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Problem, Strategy, view
@@ -47,6 +48,18 @@ from fedjax_mr.strategies.parts import require_epochs, to_all
 
 Path = tuple[str, ...]
 """Path of a tensor in the variables of a network: its collection, the names of modules, and its own name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FedPer:
+    """Hyper-parameters of FedPer."""
+
+    part: str | None = field(
+        None,
+        "variables that stay on their client: patterns of their paths, separated by commas, such as columns/column0/* "
+        "for a private vector of each user of --dataset=movielens. If omitted, the head",
+        source="Arivazhagan et al. 2019: the head; other parts are ours",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +87,37 @@ def in_head(model: Model) -> Callable[[Path], bool]:
     return lambda path: path[1] == name
 
 
+def named(patterns: str, model: Model) -> Callable[[Path], bool]:
+    """A predicate that is true for paths of tensors that patterns name.
+
+    Raises:
+      UserError: they name no tensor, or all.
+    """
+    matches = parts.predicate(patterns)
+    stays = lambda path: matches(parts.path_name(path))
+    chosen = [stays(path) for path in flatten_dict(model.shapes())]
+    if not any(chosen) or all(chosen):
+        paths = ", ".join(parts.path_name(path) for path in flatten_dict(model.shapes()))
+        raise UserError(
+            f"hyper.part={patterns} names {'all' if any(chosen) else 'no'} variables of {model.name}: it has {paths}"
+        )
+    return stays
+
+
 def in_batchnorm(model: Model) -> Callable[[Path], bool]:
     """A predicate that is true for paths of tensors in layers with statistics."""
     layers = {path[1:-1] for path in flatten_dict(model.shapes()) if path[0] != "params"}
     return lambda path: path[1:-1] in layers
 
 
-def fedper(hyper: None, problem: Problem) -> Strategy:
-    """Build FedPer."""
-    return build(in_head(problem.model), problem)
+def fedper(hyper: FedPer, problem: Problem) -> Strategy:
+    """Build FedPer.
+
+    Raises:
+      UserError: ``part`` names no variable, or all.
+    """
+    stays = in_head(problem.model) if hyper.part is None else named(hyper.part, problem.model)
+    return build(stays, problem)
 
 
 def fedrep(hyper: FedRep, problem: Problem) -> Strategy:

@@ -97,6 +97,7 @@ class Task:
         [B, H, W]. ``tokens``: they are tokens [B, T]. ``risk``: the outputs [B, 1] are logarithms of risks, and
         ``times`` bounds intervals of time, as in `Survival`.
       default_metrics: names of `METRICS`.
+      group: what a group of `strata` is, for figures.
     """
 
     width: int
@@ -106,6 +107,7 @@ class Task:
     dtype: ClassVar[Any] = np.int32
     provides: ClassVar[frozenset[str]] = frozenset()
     default_metrics: ClassVar[tuple[str, ...]] = ()
+    group: ClassVar[str] = "all"
 
     # --- the network and its loss
 

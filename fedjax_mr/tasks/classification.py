@@ -18,6 +18,7 @@ class Classification(Task):
     name: ClassVar[str] = "classification"
     provides: ClassVar[frozenset[str]] = frozenset({"classes", "logits"})
     default_metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
+    group: ClassVar[str] = "class"
 
     def loss(self, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """The cross-entropy of each sample [B] in nats."""

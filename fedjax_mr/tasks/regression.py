@@ -31,6 +31,7 @@ class Regression(Task):
     dtype: ClassVar[type] = np.float32
     provides: ClassVar[frozenset[str]] = frozenset({"numbers"})
     default_metrics: ClassVar[tuple[str, ...]] = ("rmse", "mae", "r2")
+    group: ClassVar[str] = "tenth of the target"
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):

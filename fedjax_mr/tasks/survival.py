@@ -29,6 +29,7 @@ class Survival(Task):
     dtype: ClassVar[type] = np.float32
     provides: ClassVar[frozenset[str]] = frozenset({"risk"})
     default_metrics: ClassVar[tuple[str, ...]] = ("concordance",)
+    group: ClassVar[str] = "event"
 
     def loss(self, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """-log of the partial likelihood of each event among the samples of the batch [B]; 0 if censored."""

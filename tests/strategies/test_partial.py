@@ -84,6 +84,17 @@ def test_what_stays_and_what_is_sent(federation):
         assert jax.tree.structure(joined) == jax.tree.structure(shapes)
 
 
+def test_fedper_keeps_the_variables_that_are_named(federation):
+    """Such as a private vector of each user; a name that is none, or names everything, is refused."""
+    problem = federation("thin").problem
+    strategy = partial.fedper(partial.FedPer(part="body/conv/*"), problem)
+    memory = jax.eval_shape(strategy.init_memory, jax.random.key(0), 0)
+    assert set(flatten_dict(memory)) == {("params", "body", "conv", "kernel")}
+    for part, words in (("bodi/*", "names no variables of thin: it has .*body/conv/kernel"), ("*", "names all")):
+        with pytest.raises(UserError, match=words):
+            partial.fedper(partial.FedPer(part=part), problem)
+
+
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "lgfedavg", "fedbn"])
 def test_a_client_joins_both_parts_trains_them_sends_the_shared_one_and_keeps_its_own(
     tokens, trainings, monkeypatch, name
@@ -95,7 +106,8 @@ def test_a_client_joins_both_parts_trains_them_sends_the_shared_one_and_keeps_it
         name, lambda path: path[1] == "classifier"
     )
     monkeypatch.setattr(partial, "in_batchnorm", lambda model: lambda path: path[-1] == "bias")
-    strategy = getattr(partial, name)(partial.FedRep(shared_epochs=2), federation.problem)
+    hyper = partial.FedRep(shared_epochs=2) if name == "fedrep" else partial.FedPer()
+    strategy = getattr(partial, name)(hyper, federation.problem)
     filled = {path: np.full_like(leaf, 20 if is_own(path) else 10) for path, leaf in flatten_dict(model).items()}
     split = lambda own: unflatten_dict({path: leaf for path, leaf in filled.items() if is_own(path) == own})
     upload, memory, _ = strategy.client_update({"part": split(False)}, split(True), federation.client(0), 0, None)
