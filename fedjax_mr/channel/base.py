@@ -412,9 +412,9 @@ def _first_payload(strategy: Strategy, problem: Problem) -> Payload:
 def upload_shapes(strategy: Strategy, problem: Problem) -> Payload:
     """The shapes of ONE client's upload. Nothing is computed."""
     model, key = problem.model, random_key(0)
-    samples = Samples(
-        jnp.zeros((1, *model.input_shape), model.input_dtype), jnp.zeros(1, jnp.int32), jnp.ones(1), jnp.zeros(1)
-    )
+    x = jnp.zeros((1, *model.input_shape), model.input_dtype)
+    y = jnp.zeros((1, *model.task.target_shape(model.input_shape)), model.task.dtype)
+    samples = Samples(x, y, jnp.ones(1), jnp.zeros(1))
 
     def upload() -> Payload:
         payload = _first_payload(strategy, problem)

@@ -18,6 +18,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
 from fedjax_mr.models.base import Model, Variables
 from fedjax_mr.settings import check
+from fedjax_mr.tasks import Task
 
 
 class Batch(NamedTuple):
@@ -508,11 +509,15 @@ def client_outputs(model: Model, variables: Variables, data: ClientData, max_siz
 
 def score_batch(model: Model, variables: Variables, samples: Samples, rows: jax.Array, mask: jax.Array) -> Score:
     """The sums over the sample ``rows`` [B] where ``mask`` [B] is 1."""
-    task, outputs = model.task, model.apply(variables, gather(samples, rows))
-    targets, true = jnp.asarray(samples.y)[rows], mask.astype(jnp.float32)
-    losses = task.loss(outputs, targets, true)
-    sums = {metric.name: metric.sums(task, outputs, targets, true) for metric in task.metrics}
-    return Score(sums, jnp.sum(losses * true), jnp.sum(true))
+    outputs = model.apply(variables, gather(samples, rows))
+    return score_outputs(model.task, outputs, jnp.asarray(samples.y)[rows], mask.astype(jnp.float32))
+
+
+def score_outputs(task: Task, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -> Score:
+    """The sums over outputs [B, ...] and targets [B, ...] of the task where ``mask`` [B] is 1."""
+    losses = task.loss(outputs, targets, mask)
+    sums = {metric.name: metric.sums(task, outputs, targets, mask) for metric in task.metrics}
+    return Score(sums, jnp.sum(losses * mask), jnp.sum(mask))
 
 
 def no_score(model: Model, variables: Variables, samples: Samples, rows: jax.Array, mask: jax.Array) -> Score:

@@ -99,7 +99,7 @@ class Facts:
         if "preparation" in values:
             values["preparation"] = Preparation.of_json(json.dumps(values["preparation"]))
         facts = cls(**values)
-        if facts.dtype not in DTYPES or facts.num_classes < 1:
+        if facts.dtype not in DTYPES or facts.num_classes < 1 or facts.num_classes != facts.learned.width:
             raise ValueError(f"samples cannot be {facts.dtype} with {facts.num_classes} classes")
         if not all(facts.std) or facts.low > facts.high or min((*facts.shape, 1)) < 1:  # LEAF's FEMNIST has std < 0
             raise ValueError("std must not be 0, shapes must be positive, and low must not be above high")
@@ -129,7 +129,7 @@ class Facts:
         y = np.zeros((count, *task.target_shape(self.shape)), task.dtype)
         return Dataset(
             self.name, x, y, x, y[:1], mean=self.mean, std=self.std, vocabulary=self.vocabulary, task=task,
-            categories=self.categories,
+            categories=self.categories, class_names=self.class_names, preparation=self.preparation,
         )  # fmt: skip
 
     def samples(self, x: Any) -> np.ndarray:

@@ -37,6 +37,9 @@ USAGE = f"""usage: {COMMAND} new FOLDER [--flag=value ...] [--flagfile=FILE ...]
        {COMMAND} check [--app=FOLDER ...]
          find common mistakes on this machine and print their remedies; check --help lists the options
 
+All tasks and metrics work with real clients. The task is that of the dataset, or that which the server's own file
+declares; --metrics and --loss choose the rest, as in a simulation.
+
 The run is described by the flags of {configuration.COMMAND} (see its --help=all), and the server by these of `new`:
 """
 PORT, NODE_PORT = 8000, 9094  # Flower's defaults; node n of a machine uses the port NODE_PORT + n

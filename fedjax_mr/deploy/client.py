@@ -22,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr.client.samples import ClientData, Samples, one_client
-from fedjax_mr.data import FederatedData
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.deploy import protocol, relay, wire
-from fedjax_mr.deploy.protocol import Member, RunManifest
+from fedjax_mr.deploy.protocol import Member, RemoteData, RunManifest
 from fedjax_mr.deploy.samples import ClientSamples
 from fedjax_mr.deploy.storage import ClientStorage
 from fedjax_mr.deploy.transport import Message
@@ -94,9 +93,10 @@ def answer(message: Message, node_settings: Mapping[str, Any], run_settings: Map
     who = f"client {node_settings.get('client-id', 'without client-id')}"
     try:
         node = NodeSettings.of(node_settings)
-        manifest, flags = RunManifest.of(message.content), str(run_settings["flags"])
+        flags = protocol.trusted_flags(str(run_settings["flags"]), node.imports)
         set_up_jax(devices=1, cohort_size=1)
-        client = Client(node, manifest, protocol.trusted_flags(flags, node.imports))
+        _config(flags)  # reads the node's own code, which may have the task of the manifest
+        client = Client(node, RunManifest.of(message.content), flags)
         if message.kind not in KINDS:
             raise UserError(f"unknown request {message.kind!r}: is the server of another version?")
         with client.storage:
@@ -405,9 +405,7 @@ def _built(
     config = _config(flags)
     # The server decides which network each client has; the runs on which it based the choice need not be here.
     config = dataclasses.replace(config, architectures=",".join(map(str, architectures)), architectures_from=())
-    federated = FederatedData.of_sizes(
-        facts.dataset(sum(sizes)), np.array(sizes), validation_sizes=np.array(validation_sizes)
-    )
+    federated = RemoteData.of_sizes(facts.dataset(1), np.array(sizes), validation_sizes=np.array(validation_sizes))
     problem = problem_of(
         _model(flags, facts),
         local_setting(config, federated.dataset),

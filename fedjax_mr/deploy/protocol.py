@@ -27,6 +27,8 @@ from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import versions
 from fedjax_mr.models import Model, parts
+from fedjax_mr.tasks import with_metrics
+from fedjax_mr.tasks.losses import with_loss
 
 # Settings that may differ between machines.
 _ABOUT_THE_PLACE = ("dataset", "import")
@@ -250,8 +252,10 @@ def remote_data(members: Sequence[Member], samples: ServerSamples) -> RemoteData
         for name in ("size", "validation_size", "test_size")
     )
     total = int(sizes.sum())
-    facts = samples.facts
-    dataset = dataclasses.replace(facts.dataset(total), x=samples.test_x, test_x=samples.test_x, test_y=samples.test_y)
+    facts, test = samples.facts, {"test_x": samples.test_x, "test_y": samples.test_y}
+    # No array of as many masks or texts as clients claim to have; the numbers of classes are part of recorded hashes.
+    placeholder = facts.dataset(total if "classes" in facts.learned.provides else 1)
+    dataset = dataclasses.replace(placeholder, x=samples.test_x, **test)
     counts = np.array([member.label_counts for member in members], np.int32)
     train, validation, test = consecutive(sizes), consecutive(kept, first=total), consecutive(tested)
     none = np.zeros(0, np.int64)
@@ -271,5 +275,16 @@ def remote_data(members: Sequence[Member], samples: ServerSamples) -> RemoteData
 
 
 def network_of(config: Config, facts: Facts) -> Model:
-    """The configuration's network for samples of a kind."""
-    return build_model(config, facts.dataset(1))
+    """The configuration's network for samples of a kind, with its task, loss and metrics.
+
+    Raises:
+      UserError: as `build_model`, or the configuration is for another task.
+    """
+    dataset, settings = facts.dataset(1), configuration.loss_settings(config)
+    if config.task not in (None, dataset.task.name):
+        raise UserError(
+            f"task={config.task}, but the server's file is for {dataset.task.name}: add an array task to it, or leave "
+            "the setting out"
+        )
+    task = with_metrics(dataset.task, config.metric_names)
+    return build_model(config, dataset, task=with_loss(task, config.loss, settings) if config.loss else task)

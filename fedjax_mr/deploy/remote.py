@@ -1,5 +1,6 @@
 """Real clients in the rounds of the simulator: they train and test their own models on their machines."""
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
-from fedjax_mr.client.local import Score
+from fedjax_mr.client.local import score_outputs
 from fedjax_mr.clock.deadline import means
 from fedjax_mr.deploy import relay, wire
 from fedjax_mr.deploy.client_manager import ClientManager
@@ -40,7 +41,8 @@ from fedjax_mr.models import Model
 from fedjax_mr.settings import LARGEST_INT32
 from fedjax_mr.strategies import Problem, Strategy
 from fedjax_mr.strategies.interface import Info, LayerExchange
-from fedjax_mr.tasks import METRICS
+
+ROUNDING = 1e-3  # how far a fraction of float32 counts above 2^24, such as of pixels, may be outside 0..1
 
 
 class RemoteClients:
@@ -74,13 +76,7 @@ class RemoteClients:
         if self.exchange is not None and manager.policy.lost == "untrained":
             raise UserError("an exchange of layers needs all clients of the round: use --lost=wait or --lost=stop")
         self._sent, self._answer = jax.eval_shape(self._one_client, self._constants)
-        task = problem.model.task
-        outputs = jnp.zeros((1, *task.outputs(problem.model.input_shape)))
-        targets = jnp.zeros((1, *task.target_shape(problem.model.input_shape)), task.dtype)
-        zero = jnp.zeros(())
-        sums = lambda: {each.name: each.sums(task, outputs, targets, jnp.zeros(1)) for each in task.metrics}
-        score = jax.eval_shape(lambda: Score(sums(), zero, zero))
-        self._scores = {"test": score, "validation": score, "architecture": jax.ShapeDtypeStruct((), np.int32)}
+        self._scores = scores_of(problem.model)
         if manager.policy.lost == "untrained":
             self._check_untrained()
         kept = np.zeros(federated.num_clients, int) if federated.validation is None else federated.validation.sizes
@@ -270,23 +266,27 @@ class RemoteClients:
         """Test copies that each client first trains for some more epochs on its training samples."""
         return self._run(progress, epochs)
 
-    def read(self, client: int, reply: Content) -> Any:
-        """A client's scores, checked.
+    def read(self, client: int, reply: Content, *, epochs: int = 0) -> Any:
+        """A client's scores, checked. A value may be NaN, as the AUROC of a client with one class is; a sum may not.
+
+        Only after ``epochs`` of fine-tuning, whose divergence is a result, may sums be anything.
 
         Raises:
-          UserError: they are malformed, or of more samples than the client has.
+          UserError: they are malformed, not of the samples that the client has, not finite, or impossible fractions.
         """
-        member, networks = self.manager.members[client], len(self._constants.problem.model.networks)
-        scores = wire.unpack(reply.get("scores", {}), self._scores, who="its test", finite=False)
+        member, model = self.manager.members[client], self._constants.problem.model
+        finite = self._finite and not epochs
+        scores = wire.unpack(reply.get("scores", {}), self._scores, who="its test", finite=finite)
         for score, size in ((scores["test"], member.test_size), (scores["validation"], member.validation_size)):
-            if not 0 <= score.count <= size:
+            if score.count != size:
                 raise UserError(f"its test reports {score.count:g} samples, but it has {size}")
-            for metric, value in self._constants.problem.model.task.values(score.metrics).items():
-                fraction = METRICS[metric].unit == "fraction" if metric in METRICS else False
-                if fraction and not np.all(np.isnan(value) | ((value >= 0) & (value <= 1))):
-                    raise UserError(f"its test reports {metric} {np.max(value):g}, which is not between 0 and 1")
-        if not 0 <= scores["architecture"] < networks:
-            raise UserError(f"its test is of network {scores['architecture']}, but there are {networks}")
+            for metric in model.task.metrics:
+                value = np.atleast_1d(metric.of(score.metrics[metric.name]))
+                impossible = value[(value < -ROUNDING) | (value > 1 + ROUNDING)]
+                if metric.unit == "fraction" and len(impossible):
+                    raise UserError(f"its test reports {metric.name} {impossible[0]:g}, which is not between 0 and 1")
+        if not 0 <= scores["architecture"] < len(model.networks):
+            raise UserError(f"its test is of network {scores['architecture']}, but there are {len(model.networks)}")
         return scores
 
     def _run(self, progress: Progress, epochs: int) -> Clients:
@@ -301,13 +301,22 @@ class RemoteClients:
                 "key": {"key": np.asarray(key)},
                 "numbers": {"last": -1 if last is None else int(last[client]), "epochs": epochs},
             }
-        answers = self.manager.ask("evaluate", round, contents, self.read)
-        absent = jax.tree.map(
-            lambda leaf: np.zeros((), leaf.dtype), self._scores
-        )  # no samples tested, so the accuracy is NaN
+        read = functools.partial(self.read, epochs=epochs)
+        answers = self.manager.ask("evaluate", round, contents, read, wire.size_limit(self._scores))
+        absent = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self._scores)  # its metrics are NaN
         rows = [answers.get(client, absent) for client in range(problem.num_clients)]
         found = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
         return clients_of(problem.model.task, found["test"], found["validation"], found["architecture"])
+
+
+def scores_of(model: Model) -> dict[str, Any]:
+    """The shapes of what a client answers to a test, see `CompiledClient.test`."""
+    task, sample = model.task, model.input_shape
+    outputs = jax.ShapeDtypeStruct((1, *task.outputs(sample)), np.float32)
+    targets = jax.ShapeDtypeStruct((1, *task.target_shape(sample)), task.dtype)
+    mask = jax.ShapeDtypeStruct((1,), np.float32)
+    score = jax.eval_shape(functools.partial(score_outputs, task), outputs, targets, mask)
+    return {"test": score, "validation": score, "architecture": jax.ShapeDtypeStruct((), np.int32)}
 
 
 def too_large(tree: Any) -> list[str]:

@@ -2,12 +2,15 @@
 
 A client's file is an .npz file with arrays ``x`` and ``y``, and optionally ``validation_x``, ``validation_y``,
 ``test_x``, ``test_y``. The server's file has ``test_x`` and ``test_y``, on which the deployed model is tested, and
-``public_x`` (and ``public_y``) if the strategy needs public data. It also defines the kind of all samples and their
-normalisation: either by ``facts``, which `divide` writes from a dataset for a trial, or by ``num_classes``, ``mean``
-and ``std``, with the defaults of `from_arrays`.
+``public_x`` (and ``public_y``) if the strategy needs public data. It also defines the kind of all samples, their
+normalisation and the task: either by ``facts``, which `divide` writes from a dataset for a trial, or by arrays with the
+names and the defaults of `from_arrays`, see `KIND`. ``num_classes`` is the width of the task, and ``target_mean``,
+``target_std`` and so on are its other facts. Without them, numbers are standardised by the server's own targets.
 """
 
+import dataclasses
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +20,11 @@ from fedjax_mr import files
 from fedjax_mr.data import FederatedData, from_arrays, npz
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import Public
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.tasks import TASKS, Classification, Task, of_facts
+
+KIND = ("task", "num_classes", "mean", "std", "categories")
+_FACT = "target_"  # begins the names of arrays with facts of the task
 
 
 class ClientSamples(NamedTuple):
@@ -36,8 +43,8 @@ class ClientSamples(NamedTuple):
 
         Args:
           path: the file.
-          facts: shape, type and number of classes that all samples of the federation have. None: the file is only
-            checked by itself.
+          facts: shape, type and task that all samples of the federation have. None: the file is only checked by
+            itself.
 
         Raises:
           UserError: the file is missing or damaged, or its samples are not of the federation's kind.
@@ -48,7 +55,7 @@ class ClientSamples(NamedTuple):
             x, y = (arrays.get(before + name) for name in ("x", "y"))
             if (x is None) != (y is None) or (x is None and not before):
                 raise UserError(f"{path} needs arrays {before}x and {before}y, of samples and labels")
-            facts = facts or _kind(path, x, y)
+            facts = facts or _kind(path, x, y, {"task": np.array(_likely_task(np.asarray(y)))})
             if x is None or y is None:
                 x, y = np.zeros((0, *facts.shape), facts.dtype), facts.dataset(0).y
             parts += checked_samples(path, before, x, y, facts)
@@ -84,11 +91,7 @@ class ServerSamples(NamedTuple):
         arrays = _read(path)
         try:
             x, y = arrays["test_x"], arrays["test_y"]
-            if "facts" in arrays:
-                facts = Facts.parse(str(arrays["facts"].item()))
-            else:
-                kind = {name: arrays[name].tolist() for name in ("num_classes", "mean", "std") if name in arrays}
-                facts = _kind(path, x, y, **kind)
+            facts = Facts.parse(str(arrays["facts"].item())) if "facts" in arrays else _kind(path, x, y, arrays)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a file of a server: it needs test_x and test_y ({error})") from None
         public = None
@@ -101,16 +104,55 @@ class ServerSamples(NamedTuple):
         return cls(facts, x, y, public, divided="facts" in arrays)
 
 
-def _kind(path: Path | str, x: Any, y: Any, **kind: Any) -> Facts:
+def _kind(path: Path | str, x: Any, y: Any, arrays: Mapping[str, np.ndarray]) -> Facts:
     """The kind of the samples of a file, as `from_arrays` takes them.
 
+    Args:
+      path: the file.
+      x: samples.
+      y: targets.
+      arrays: the arrays of the file, of which those in `KIND` and the facts of the task count.
+
     Raises:
-      UserError: they are no samples and labels.
+      UserError: they are no samples and targets, or not of the task.
     """
+    kind = {name: arrays[name].tolist() for name in KIND if name in arrays}
+    about = {name.removeprefix(_FACT): arrays[name].tolist() for name in arrays if name.startswith(_FACT)}
+    task = str(kind.pop("task", Classification.name))
+    if task != Classification.name and "num_classes" in kind:
+        about["width"] = kind.pop("num_classes")
     try:
-        return Facts.of(from_arrays(x, y, x_test=x, y_test=y, name=Path(path).stem, **kind))
-    except UserError as error:
+        kind["task"] = _task(task, y, about) if about else task
+        facts = Facts.of(from_arrays(x, y, x_test=x, y_test=y, name=Path(path).stem, **kind))
+    except (UserError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
+    if "tokens" in facts.learned.provides:  # the largest token may be missing among the server's samples
+        facts = dataclasses.replace(facts, vocabulary=max(facts.vocabulary, facts.num_classes))
+    return facts
+
+
+def _task(name: str, y: Any, facts: Mapping[str, Any]) -> Task:
+    """The task of targets y with some facts in place of those that y has.
+
+    Raises:
+      UserError: the task is unknown.
+      ValueError: as `of_facts`.
+    """
+    if name not in TASKS:
+        raise unknown_name("task", name, TASKS)
+    known = TASKS[name].of(TASKS[name].convert(np.asarray(y))).facts()
+    several = {each for each, value in known.items() if isinstance(value, tuple)}
+    values = {each: np.atleast_1d(value).tolist() if each in several else value for each, value in facts.items()}
+    return of_facts(known | values)
+
+
+def _likely_task(y: np.ndarray) -> str:
+    """A task that may have the targets y [n, ...] of a file without the server's."""
+    if y.dtype.kind == "f" and y.ndim:
+        return "regression"
+    if y.dtype.kind not in "biu" or y.ndim not in (2, 3):
+        return "classification"
+    return "segmentation" if y.ndim == 3 else "multilabel" if y.max(initial=0) <= 1 else "language"
 
 
 def _read(path: Path | str) -> dict[str, np.ndarray]:
@@ -129,7 +171,7 @@ def checked_samples(path: Path | str, before: str, x: np.ndarray, y: np.ndarray,
       path: where they come from, for errors.
       before: prefix of the arrays' names, such as "test_".
       x: samples.
-      y: labels.
+      y: labels, or targets of the task.
       facts: the kind of the federation's samples.
 
     Raises:
@@ -141,8 +183,9 @@ def checked_samples(path: Path | str, before: str, x: np.ndarray, y: np.ndarray,
         raise UserError(f"{before}x in {path}: {error}") from None
     task = facts.learned
     if "classes" not in task.provides:
-        if len(x) != len(y):
-            raise UserError(f"{before}y in {path} has {len(y)} targets for {len(x)} samples")
+        if y.shape[:1] != (len(x),):
+            raise UserError(f"{before}y in {path} must be {len(x)} targets, one per sample, not {list(y.shape)}")
+        y = task.convert(y)
         task.check(x, y, f"{before}y in {path}")
         return [x, y.astype(task.dtype)]
     if y.shape != (len(x),) or y.dtype.kind not in "iu" or (len(y) and (y.min() < 0 or y.max() >= facts.num_classes)):

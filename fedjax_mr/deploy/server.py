@@ -24,6 +24,7 @@ from fedjax_mr.deploy.samples import ServerSamples
 from fedjax_mr.deploy.transport import Messenger
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Progress, Report
+from fedjax_mr.engine.simulator import require_task
 from fedjax_mr.errors import DivergedError, TakenError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee
@@ -38,6 +39,7 @@ from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.experiment.simulated_time import clients_may_be_late
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.tasks.losses import Weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +113,9 @@ def check_deployable(config: Config) -> None:
         raise UserError("networks and samples that were passed in Python cannot run on real clients: use --import")
     if not config.clients:
         raise UserError("real clients need --clients, the number of clients")
+    weights = configuration.loss_settings(config)
+    if isinstance(weights, Weighted) and weights.loss_weights == "balanced":
+        raise UserError("real clients do not tell their classes: set --loss_weights to one weight per class")
     if config.holdout_clients:
         raise UserError("all real clients train: remove --holdout_clients")
     if config.fleet is not None or clients_may_be_late(config):
@@ -139,6 +144,7 @@ def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
     samples = ServerSamples.read(options.server_data)
     set_up_jax(devices=1, cohort_size=1)
     model = network_of(config, samples.facts)
+    require_task(config.strategy, configuration.hyper(config), model.task)
     agreed = agreement(config, model)
     if not samples.divided:
         config = _with_own_samples(config, options.server_data)

@@ -66,7 +66,7 @@ def of_facts(facts: Mapping[str, Any]) -> Task:
     """The task of `Task.facts`, as read from JSON.
 
     Raises:
-      ValueError: the task is unknown, or a fact does not belong to it.
+      ValueError: the task is unknown, or a fact does not belong to it or is impossible.
     """
     facts = dict(facts)
     name = facts.pop("name", None)
@@ -75,10 +75,13 @@ def of_facts(facts: Mapping[str, Any]) -> Task:
     fields = {each.name for each in dataclasses.fields(TASKS[name])} - {"criterion", "metrics"}
     if set(facts) - fields:
         raise ValueError(f"the task {name} has no {', '.join(sorted(set(facts) - fields))}")
-    if "width" not in facts:
-        raise ValueError(f"the task {name} needs its width")
+    if type(facts.get("width")) is not int or facts["width"] < 1:
+        raise ValueError(f"the task {name} needs its width, a whole number from 1")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
-    return with_metrics(TASKS[name](**values))
+    try:
+        return with_metrics(TASKS[name](**values))
+    except UserError as error:
+        raise ValueError(str(error)) from None
 
 
 __all__ = [

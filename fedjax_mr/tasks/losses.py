@@ -69,8 +69,8 @@ class LossRow(NamedTuple):
 
     Attributes:
       build: (settings, task, counts) -> criterion. ``counts`` [C] are the training samples per class over all clients,
-        or None for tasks without classes. Equal arguments must give equal criteria, so that runs share programs:
-        return a frozen dataclass with ``__call__``, or a function of a module.
+        or None for tasks without classes and for real clients, who do not tell theirs. Equal arguments must give equal
+        criteria, so that runs share programs: return a frozen dataclass with ``__call__``, or a function of a module.
       settings: the dataclass of its settings, or None.
       needs: what it requires of a task, see `Task.provides`.
     """
@@ -140,29 +140,33 @@ def _pinball(quantile: float, errors: jax.Array) -> jax.Array:
     return jnp.maximum(quantile * errors, (quantile - 1) * errors)
 
 
-def class_weights(weights: str, counts: np.ndarray) -> tuple[float, ...]:
-    """The weights of C classes from a setting and the samples per class [C].
+def class_weights(weights: str, classes: int, counts: np.ndarray | None) -> tuple[float, ...]:
+    """The weights of C classes from a setting and the samples per class [C], None if they are unknown.
 
     Raises:
-      UserError: another number of weights, or one that is not a positive number.
+      UserError: another number of weights, or one that is not a positive number, or balanced weights without counts.
     """
     if weights == "balanced":  # a class without samples has no loss, whatever its weight is
+        if counts is None:
+            raise UserError(
+                "loss_weights=balanced needs the number of samples of each class, which real clients do not tell: set "
+                "loss_weights= to one weight per class"
+            )
         return tuple(float(each) for each in counts.sum() / (len(counts) * np.maximum(counts, 1)))
     try:
         values = tuple(float(each) for each in weights.split(","))
     except ValueError:
         values = ()
-    if len(values) != len(counts) or not all(0 < each < np.inf for each in values):
+    if len(values) != classes or not all(0 < each < np.inf for each in values):
         raise UserError(
-            f"loss_weights={weights} must be {len(counts)} positive numbers, one per class, separated by commas, or "
+            f"loss_weights={weights} must be {classes} positive numbers, one per class, separated by commas, or "
             "balanced"
         )
     return values
 
 
 def _weighted(settings: Weighted, task: Task, counts: np.ndarray | None) -> Criterion:
-    assert counts is not None
-    return _WeightedCrossEntropy(class_weights(settings.loss_weights, counts))
+    return _WeightedCrossEntropy(class_weights(settings.loss_weights, task.width, counts))
 
 
 _CLASSES, _NUMBERS = frozenset({"classes"}), frozenset({"numbers"})

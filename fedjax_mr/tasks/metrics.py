@@ -206,6 +206,7 @@ def _iou(confusion: Any) -> Any:
 
 
 def _pixel_accuracy(confusion: Any) -> Any:
+    confusion = np.asarray(confusion, np.float64)  # rounded sums of many pixels could have a share above 1
     return np.trace(confusion) / confusion.sum()
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_mr.errors import UserError
 from fedjax_mr.tasks.base import Task
 
 STRATA = 10  # groups of targets for partitions by label: tenths of the training samples; our choice
@@ -31,6 +32,16 @@ class Regression(Task):
     provides: ClassVar[frozenset[str]] = frozenset({"numbers"})
     default_metrics: ClassVar[tuple[str, ...]] = ("rmse", "mae", "r2")
     group: ClassVar[str] = "tenth of the target"
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):
+            values = np.asarray(getattr(self, name))
+            fits = values.shape in ((1,), (self.width,)) and values.dtype.kind in "iuf" and np.isfinite(values).all()
+            if not fits or (name == "std" and (values <= 0).any()):
+                kind = "a positive number" if name == "std" else "a number"
+                raise UserError(
+                    f"{name} of the targets must be {kind}, or one for each of {self.width}, not {getattr(self, name)}"
+                )
 
     def standardised(self, targets: jax.Array) -> jax.Array:
         """Targets [B, C] as the network is to return them."""

@@ -73,6 +73,13 @@ REQUESTS = {
     "std": lambda run: with_facts(run, std=[0.0]),
     "no classes": lambda run: with_facts(run, num_classes=0),
     "low": lambda run: with_facts(run, low="x"),
+    "another width": lambda run: with_facts(run, task={"name": "regression", "width": 2}, num_classes=1),
+    "mean of targets": lambda run: with_facts(
+        run, task={"name": "regression", "width": 1, "mean": ["x"]}, num_classes=1
+    ),
+    "std of targets": lambda run: with_facts(run, task={"name": "regression", "width": 1, "std": [0.0]}, num_classes=1),
+    "unknown task": lambda run: with_facts(run, task={"name": "x", "width": 1}),
+    "width": lambda run: with_facts(run, task={"name": "regression", "width": -1}, num_classes=-1),
     "vocabulary": lambda run: with_facts(run, vocabulary="x"),
     "agreement": lambda run: {"run": run | {"agreement": "[1]"}},
     "deep": lambda run: {"run": run | {"agreement": "[" * 100_000}},
@@ -236,6 +243,19 @@ def test_the_code_of_the_nodes_own_settings_runs(place, tmp_path, registries):
         ask(place, "join", {"run": own}, flags=flags, **{"import": str(code)})
     with pytest.raises(UserError, match="import in the node settings must be a text"):
         ask(place, "join", {"run": own}, flags=flags, **{"import": 3})
+
+
+def test_the_task_of_the_nodes_own_code_is_known_when_the_facts_are_read(place, tmp_path, registries):
+    """The server's own code has it, too; here the server is another one, so the client reads the facts and refuses."""
+    code = tmp_path / "own_task.py"
+    code.write_text(
+        "import fedjax_mr as fmr\nclass Dose(fmr.tasks.Regression):\n    name = 'dose'\nfmr.TASKS['dose'] = Dose\n"
+    )
+    run = with_facts(place[1], task={"name": "dose", "width": 1}, num_classes=1)
+    with pytest.raises(UserError, match="the task 'dose' is not registered: import its file"):
+        ask(place, "join", run)
+    with pytest.raises(UserError, match="it does not match the server"):
+        ask(place, "join", run, flags=FLAGS.replace("none", str(code)), **{"import": str(code)})
 
 
 def test_a_state_folder_of_before_is_closed_to_others(tmp_path):

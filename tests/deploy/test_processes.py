@@ -69,8 +69,8 @@ class Trial(deployment.Federation):
         assert self.finish(run, seconds, name=name) == "finished:completed", logs()
         real, simulated = (fmr.load(self.folder / each) for each in ("fed/run", "simulated"))
         jax.tree.map(np.testing.assert_array_equal, real.variables, simulated.variables)
-        losses = lambda run: [(row["round"], row["accuracy"], row["train_loss"]) for row in run.rows]
-        assert losses(real) == losses(simulated)
+        columns = lambda run: [{name: row[name] for name in row if name != "seconds"} for row in run.rows]
+        assert columns(real) == columns(simulated)
 
 
 @pytest.fixture
@@ -87,11 +87,32 @@ def trial(tmp_path):
         each.stop()
 
 
-def test_two_nodes(trial):
-    one = trial()
+OF_CLIENTS = "--eval_clients --client_test_share=0.2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "columns"),
+    [
+        pytest.param("", ["accuracy"], id="digits"),
+        pytest.param(
+            f"--metrics=macro_f1,accuracy {OF_CLIENTS}", ["macro_f1", "accuracy", "personal_macro_f1"], id="macro_f1"
+        ),
+        pytest.param(
+            f"--dataset=diabetes --model=mlp_table {OF_CLIENTS}",
+            ["rmse", "mae", "r2", "personal_rmse", "personal_mae", "personal_r2"],
+            id="regression",
+        ),
+    ],
+)
+def test_two_nodes(flags, columns, trial):
+    """The metrics are those of the task or of --metrics, and the first column is the first of them."""
+    one = trial(flags=flags)
     one.superlink()
     one.supernodes()
     one.check(one.go())
+    rows = fmr.load(one.folder / "fed" / "run").rows
+    assert [name for name in rows[-1] if name in columns] == columns
+    assert all(np.isfinite(rows[-1][name]) for name in columns)
 
 
 def test_int8_uploads_are_a_quarter_of_the_bytes_on_the_wire(tmp_path):

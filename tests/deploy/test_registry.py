@@ -86,7 +86,9 @@ class Real:
 
     def simulated(self):
         """The simulator of the same federation."""
-        return build.simulator_of(self.config, self.federated, self.model, devices=1, lanes=1)
+        task = build.task(self.config, self.federated)
+        model = build.build_model(self.config, self.federated.dataset, task=task)
+        return build.simulator_of(self.config, self.federated, model, devices=1, lanes=1)
 
 
 def after(simulator, count=ROUNDS):
@@ -113,6 +115,50 @@ def test_real_clients_have_the_simulators_bits(flags, tmp_path):
     same(mailed_reports, reports)
     if simulated.rounds.strategy.personal_model is not None:
         same(mailed.simulator.personal(ours), simulated.personal(theirs))
+
+
+def small_data(folder, task):
+    """The path of an .npz file for a task: times of events, masks of bright pixels, or texts with their next tokens."""
+    random, arrays = np.random.default_rng(0), {}
+    if task == "survival":
+        arrays |= {"x": random.normal(size=(240, 3)), "y": np.stack([random.exponential(size=240), np.ones(240)], 1)}
+    elif task == "segmentation":
+        x = random.integers(0, 255, (80, 8, 8), np.uint8)
+        arrays |= {"x": x, "y": (x > 100).astype(int) + (x > 200)}
+    else:
+        tokens = random.integers(1, 9, (80, 7))
+        arrays |= {"x": tokens[:, :-1], "y": tokens[:, 1:]}
+    np.savez(folder / f"{task}.npz", task=task, **arrays)
+    return folder / f"{task}.npz"
+
+
+OTHERS = [
+    ("regression", "--dataset=diabetes --model=logistic --loss=huber"),
+    (
+        "classification",
+        "--model=logistic --metrics=macro_f1,recall,auroc_of_class,confusion --loss=weighted "
+        "--loss_weights=1,2,3,4,5,6,7,8,9,1",
+    ),
+    ("survival", "--dataset={} --model=logistic"),  # its histograms take more than a small message
+    pytest.param("segmentation", "--dataset={} --model=unet --public_share=0", marks=pytest.mark.slow),
+    pytest.param("language", "--dataset={} --model=lstm1 --public_share=0", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("task", "flags"), OTHERS)
+def test_other_tasks_and_metrics_have_the_simulators_bits(task, flags, tmp_path):
+    """The model that the chosen loss makes, and each sum of each metric, with one number per class and tables too."""
+    flags = flags.format(small_data(tmp_path, task)) if "{}" in flags else flags
+    one = Real(tmp_path / "real", ["--strategy=fedavg", "--local_epochs=1", "--partition=iid", *flags.split()])
+    simulated, mailed = one.simulated(), one.mailed()
+    assert mailed.simulator.model.task == simulated.model.task and simulated.model.task.name == task
+    (theirs, _), (ours, _) = after(simulated, 1), after(mailed.simulator, 1)
+    same = functools.partial(tree_close, rtol=1e-4, atol=1e-5) if task == "segmentation" else tree_equal
+    same(ours.server, theirs.server)
+    same(mailed.simulator.test(ours), simulated.test(theirs))
+    personal, expected = mailed.simulator.personal(ours), simulated.personal(theirs)
+    for name in ("metrics", "validation", "count", "loss"):
+        same(getattr(personal, name), getattr(expected, name))
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fedjax_mr.client.local import Metrics
+from fedjax_mr.client.local import Metrics, score_outputs
 from fedjax_mr.deploy import wire
-from fedjax_mr.deploy.remote import RemoteClients, too_large
+from fedjax_mr.deploy.remote import RemoteClients, scores_of, too_large
 from fedjax_mr.deploy.server import RemoteExperiment
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.experiment import Experiment
+from fedjax_mr.tasks import Classification, Metric, Regression, with_metrics
 
 
 def reader(*, finite=True, lost="wait"):
@@ -59,6 +60,88 @@ def test_a_reply_that_would_spoil_the_model_is_invalid(invalid, words, lost):
 def test_with_allow_nonfinite_everything_is_accepted():
     upload, metrics = reader(finite=False)(reply((np.nan, 3e38), loss=np.nan, bad_step=0))
     assert np.isnan(upload["model"]["w"][0]) and metrics.bad_step == 0
+
+
+# --- Tests of the clients' own models ---------------------------------------------------------------------------------
+
+OWN = Metric("own", lambda task, outputs, targets, mask: mask.sum(), lambda sums: sums / 6, unit="fraction")
+CLASSES = with_metrics(Classification(width=3), ["macro_f1", "recall", "auroc_of_class", "ece", OWN])
+NUMBERS = with_metrics(Regression(width=2, mean=(50.0,), std=(9.0,)))
+MOVED = np.array([[-3, 3, 0], [0, 0, 0], [0, 0, 0]], np.float32)
+SAMPLES = {"test": 5, "validation": 0}
+
+
+def reader_of_tests(task, *, finite=True):
+    """The server's check of a client's test with two networks, and the scores of an honest client."""
+    remote = object.__new__(RemoteClients)
+    remote._finite = finite
+    model = SimpleNamespace(task=task, input_shape=(4,), networks=(None, None))
+    member = SimpleNamespace(test_size=SAMPLES["test"], validation_size=SAMPLES["validation"])
+    remote.manager = SimpleNamespace(members={7: member})
+    remote._constants = SimpleNamespace(problem=SimpleNamespace(model=model))
+    remote._scores = scores_of(model)
+    random = np.random.default_rng(0)
+    outputs = random.normal(size=(6, task.width)).astype(np.float32)
+    targets = np.array([0, 0, 1, 1, 1, 1]) if task is CLASSES else 50 + 9 * random.normal(size=(6, 2))
+    scores = {name: score_outputs(task, outputs, targets.astype(task.dtype), (np.arange(6) < count).astype(np.float32))
+              for name, count in SAMPLES.items()}  # fmt: skip
+    record = wire.pack(scores | {"architecture": np.int32(1)})
+    return lambda record, **options: remote.read(7, {"scores": record}, **options), record
+
+
+@pytest.mark.parametrize("task", [CLASSES, NUMBERS], ids=["classes", "numbers"])
+def test_the_sums_of_all_metrics_arrive_as_they_were_sent(task):
+    """Class 2 has no samples, so its recall and its AUROC are NaN, as is everything without validation samples."""
+    read, record = reader_of_tests(task)
+    scores = read(record)
+    for name, sent in wire.pack(scores).items():
+        np.testing.assert_array_equal(sent, record[name])
+    values = task.values(scores["test"].metrics)
+    if task is CLASSES:
+        assert set(scores["test"].metrics) == {"macro_f1", "recall", "auroc_of_class", "ece", "own"}
+        np.testing.assert_array_equal(np.isnan(values["recall"]), [False, False, True])
+        assert np.isnan(values["auroc_of_class"][2])
+    else:
+        assert record["test/metrics/rmse/count"] == 5 and all(np.isfinite(list(values.values())))
+    assert scores["test"].count == 5 and scores["validation"].count == 0
+
+
+def changed(name, function, *, dtype=None):
+    """A fault that replaces an array of a record by a function of it, in the same type if none is given."""
+    return lambda record: record | {name: np.asarray(function(record[name]), dtype or record[name].dtype)}
+
+
+FALSE_TESTS = {
+    "more samples": (CLASSES, changed("test/count", lambda x: x + 1), "reports 6 samples, but it has 5"),
+    "fewer samples": (CLASSES, changed("test/count", lambda x: x - 1), "reports 4 samples, but it has 5"),
+    "samples for validation": (NUMBERS, changed("validation/count", lambda x: x + 1), "1 samples, but it has 0"),
+    "an F1 above 1": (CLASSES, changed("test/metrics/macro_f1", lambda x: x * [[9], [1], [1]]), "macro_f1 [1-9]"),
+    "a recall below 0": (CLASSES, changed("test/metrics/recall", lambda x: x + MOVED), "recall -"),
+    "an own share": (CLASSES, changed("test/metrics/own", lambda x: 2 * x), "own 1.66667, which is not"),
+    "a sum without a number": (NUMBERS, changed("test/metrics/rmse/total", lambda x: np.nan * x), "not finite"),
+    "an infinite histogram": (CLASSES, changed("test/metrics/auroc_of_class", lambda x: x + np.inf), "not finite"),
+    "a loss without a number": (NUMBERS, changed("test/loss", lambda x: np.nan * x), "'test/loss' has numbers"),
+    "fewer classes": (CLASSES, changed("test/metrics/recall", lambda x: x[:2]), r"recall' is .*\[2, 3\], expected"),
+    "another type": (CLASSES, changed("test/metrics/recall", lambda x: x, dtype=np.float64), "is float64"),
+    "no sums": (NUMBERS, lambda record: {k: record[k] for k in record if "r2" not in k}, "lacks '.*r2/count'"),
+    "a third network": (NUMBERS, changed("architecture", lambda x: x + 1), "of network 2, but there are 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FALSE_TESTS)
+def test_a_false_test_is_refused_in_one_line(name):
+    task, fault, words = FALSE_TESTS[name]
+    read, record = reader_of_tests(task)
+    with pytest.raises(UserError, match=words) as refused:
+        read(fault(record))
+    assert str(refused.value).startswith("its test") and "\n" not in str(refused.value)
+
+
+def test_a_fine_tuned_model_may_have_diverged():
+    read, record = reader_of_tests(NUMBERS)
+    record["test/loss"] = np.asarray(np.nan, np.float32)
+    assert np.isnan(read(record, epochs=2)["test"].loss)
+    assert np.isnan(reader_of_tests(NUMBERS, finite=False)[0](record)["test"].loss)
 
 
 def test_numbers_are_too_large_if_their_squares_are():

@@ -10,6 +10,7 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr import tasks
+from fedjax_mr.channel import base
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine.personal import Clients
 from fedjax_mr.errors import UserError
@@ -40,6 +41,14 @@ def test_a_loss_of_ones_own_reaches_every_method(strategy):
     engine = small.simulator(strategy, "classification", loss=mine).rounds
     jax.eval_shape(small.one_round(engine), engine.constants)
     assert seen
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_the_links_of_a_channel_know_the_upload_of_every_task(task):
+    """Compression with memory, privacy, robust means and clocks need its shapes before anybody trains."""
+    simulator = small.simulator("fedavg", task)
+    upload = base.upload_shapes(simulator.rounds.strategy, simulator.problem)
+    assert jax.tree.map(np.shape, upload["model"]) == jax.tree.map(np.shape, simulator.model.shapes())
 
 
 @pytest.mark.parametrize("mu", [0.0, 5.0])
