@@ -17,6 +17,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import kept as tables_of_runs
 from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.tasks import Metric
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
@@ -47,7 +48,8 @@ class Line(NamedTuple):
       config: configuration of one of its runs.
       job: settings of the run that do not belong to the method, by flag.
       own: settings of the method that differ from their defaults, by name.
-      by_seed: mean of the last ten evaluations in percent, of finished runs.
+      by_seed: mean of the last ten evaluations of finished runs; accuracies and other fractions in percent.
+      metric: the metric by which its runs are judged.
       evaluations: largest number of evaluations of a run.
       bytes: bytes of both directions of a finished run.
       diverged: number of diverged runs.
@@ -61,6 +63,7 @@ class Line(NamedTuple):
     job: dict[str, Any]
     own: dict[str, Any]
     by_seed: dict[str, float]
+    metric: Metric
     evaluations: int
     bytes: int
     diverged: int
@@ -95,9 +98,10 @@ class Line(NamedTuple):
         words = [f"{name.replace('_', ' ')} = {value}" for name, value in self.own.items()]
         return ", ".join([titles.method(titles.facts(self.config)), *words])
 
-    def accuracy(self) -> str:
-        """Mean and standard deviation as text."""
-        return tables.plus_minus(*self.statistic, digits=2)
+    def value(self, *, named: bool = True) -> str:
+        """Mean and standard deviation as text. ``named``: with the metric, unless it is the accuracy."""
+        text = tables.plus_minus(*self.statistic, digits=2)
+        return f"{text} ({self.metric.title})" if named and text and self.metric.name != "accuracy" else text
 
     def seeds(self) -> str:
         """Number of seeds, and of diverged runs."""
@@ -134,6 +138,7 @@ def _line(runs: list[RunRecord], published: list[dict[str, str]]) -> Line:
         job,
         own,
         by_seed(runs),
+        runs[0].metric(),
         evaluations,
         size,
         states.count("diverged"),

@@ -43,9 +43,12 @@ def _method(line: Line) -> str:
 
 
 def _board(lines: list[Line], differs: str) -> str:
-    heads = ["method", "learning rate", "tuning", "seeds", "accuracy, %", "lowest to highest seed", "MB sent"]
+    metric = lines[0].metric
+    unit = f"{metric.title}, %" if metric.unit == "fraction" else metric.title
+    heads = ["method", "learning rate", "tuning", "seeds", unit, "lowest to highest seed", "MB sent"]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for line in sorted(lines, key=lambda line: -(line.statistic.mean or 0)):
+    sign = -1 if metric.higher_is_better else 1
+    for line in sorted(lines, key=lambda line: sign * (line.statistic.mean or 0)):
         several = (
             f"{min(line.by_seed.values()):.2f} to {max(line.by_seed.values()):.2f}" if len(line.by_seed) > 1 else ""
         )
@@ -54,7 +57,7 @@ def _board(lines: list[Line], differs: str) -> str:
             str(line.job["lr"]),
             line.budget or "-",
             line.seeds(),
-            line.accuracy() or "diverged",
+            line.value(named=False) or "diverged",
             several,
             f"{line.bytes / 1e6:,.1f}" if line.by_seed else "",
         ]

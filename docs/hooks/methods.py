@@ -306,7 +306,7 @@ def _numbers(name: str) -> str:
         own = ", ".join(f"{key.replace('_', ' ')} = {value}" for key, value in line.own.items())
         facts = "; ".join(filter(None, [kept.clients_title(line), own, differs]))
         setting = f"{kept.data_title(line)}<br><small>{facts}</small>"
-        cells = [setting, line.seeds(), line.accuracy() or "diverged"]
+        cells = [setting, line.seeds(), line.value() or "diverged"]
         papers = [
             f"{tables.plus_minus(number.mean, number.deviation, digits=2)}: {line.verdict(number)}"
             f"<br><small>{number.source}</small>"
