@@ -309,8 +309,9 @@ def _without_effect(config: Config) -> Iterator[str]:
     if STRATEGIES[config.strategy].group == "asynchronous" and config.mode == "sync":
         yield f"{config.strategy} is for asynchronous clients (--mode=async): in synchronous rounds no upload is stale"
     for setting, value in configuration.setting_values(config):
-        group, needs, default = setting.info.group, setting.info.needs, setting.default
-        if group in ("Channel", "Clock") and not setting.info.has_effect(vars(config)) and value != default:
+        group, needs, changed = setting.info.group, setting.info.needs, value != setting.default
+        conditional = group in ("Channel", "Clock", "Local training") and not setting.info.has_effect(vars(config))
+        if conditional and changed:
             wanted = f"={' or '.join(needs[1:])}" if needs[1:] else ""
             yield f"--{setting.flag} has no effect without --{needs[0]}{wanted}"
     has_settings = config.public_max is not None or config.public_from or not config.public_labels

@@ -24,7 +24,7 @@ class Weighted:
 
     loss_weights: str = field(
         "balanced", "weighted: weights of the classes, separated by commas, or balanced: M / (C M_c) with the M_c "
-        "training samples of class c over all clients", group="Local training")  # fmt: skip
+        "training samples of class c over all clients", needs=("loss", "weighted"), group="Local training")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Focal:
     """Settings of the focal loss."""
 
     focal_gamma: float = field(
-        2.0, "focal: gamma, exponent of (1 - p). 0 is the cross-entropy", low=0, high=100, group="Local training",
-        source="Lin et al., ICCV 2017", static=True)  # fmt: skip
+        2.0, "focal: gamma, exponent of (1 - p). 0 is the cross-entropy", low=0, high=100,
+        needs=("loss", "focal"), group="Local training", source="Lin et al., ICCV 2017", static=True)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Smoothed:
 
     label_smoothing: float = field(
         0.1, "smoothed: share of a target that is spread evenly over all classes", low=0, high=1, open_high=True,
-        group="Local training", source="Szegedy et al., CVPR 2016", static=True)  # fmt: skip
+        needs=("loss", "smoothed"), group="Local training", source="Szegedy et al., CVPR 2016", static=True,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Huber:
 
     huber_delta: float = field(
         1.0, "huber: error, in standard deviations of the target, above which the loss is linear", low=0,
-        open_low=True, group="Local training", source="Huber 1964", static=True)  # fmt: skip
+        open_low=True, needs=("loss", "huber"), group="Local training", source="Huber 1964", static=True)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Quantile:
 
     quantile: float = field(
         0.5, "quantile: the quantile of the target that is predicted", low=0, high=1, open_low=True, open_high=True,
-        group="Local training", source="Koenker and Bassett 1978", static=True)  # fmt: skip
+        needs=("loss", "quantile"), group="Local training", source="Koenker and Bassett 1978", static=True)  # fmt: skip
 
 
 class LossRow(NamedTuple):

@@ -286,3 +286,11 @@ def test_which_arguments_a_dataset_takes(tmp_path):
         data.load("digits", target="label")
     with pytest.raises(UserError, match="table is a list: pass a pandas frame, a dictionary of columns or a CSV file"):
         data.from_table([1, 2], "a")
+
+
+def test_many_whole_numbers_are_classes_only_if_the_task_is_named():
+    table = {"x": np.arange(240.0), "age": np.arange(240) % 40}
+    with pytest.raises(UserError, match=r"'age' has 40 different values .* classes, say task='classification'"):
+        data.from_table(table, "age")
+    assert data.from_table(table, "age", task="classification").num_classes == 40
+    assert data.from_table({"x": np.arange(240.0), "age": np.arange(240) % 30}, "age").num_classes == 30

@@ -21,6 +21,7 @@ from fedjax_mr.data.values import ids
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.tasks import TASKS, Classification, Multilabel, Regression, Survival, Task
 
+MOST_NUMBERED_CLASSES = 30  # a target with more different numbers may be meant for a regression
 SUPPORTED = (Classification, Multilabel, Regression, Survival)
 
 
@@ -108,7 +109,7 @@ def from_table(
         table_columns.select(others, used, where_test, "what the training rows have")
         rows = {each: np.concatenate([rows[each].astype(object), others[each].astype(object)]) for each in used}
         owners_test = _owners(others, column_of_client or client_test, where_test)
-    y, class_names = _targets(rows, targets, kind, where)
+    y, class_names = _targets(rows, targets, kind, where, chosen=task is not None)
     if test is not None:
         is_test = np.arange(len(y)) >= count
     else:
@@ -171,9 +172,9 @@ def _owners(rows: Columns, client: Any, where: str) -> np.ndarray | None:
 
 
 def _targets(
-    rows: Columns, targets: tuple[str, ...], kind: type[Task], where: str
+    rows: Columns, targets: tuple[str, ...], kind: type[Task], where: str, *, chosen: bool
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The targets [M, ...] of a task, and the names of the classes.
+    """The targets [M, ...] of a task, and the names of the classes. ``chosen``: whether the user named the task.
 
     Raises:
       UserError: a target is missing, is no number although the task needs one, or all targets are the same.
@@ -186,7 +187,7 @@ def _targets(
                 f"{int(np.argmax(absent))} of column {name!r}): remove these rows"
             )
     if issubclass(kind, Classification):
-        return _classes(rows[targets[0]], f"{where}: target column {targets[0]!r}")
+        return _classes(rows[targets[0]], f"{where}: target column {targets[0]!r}", chosen=chosen)
     found = []
     for name in targets:
         column = f"{where}: target column {name!r}"
@@ -220,8 +221,8 @@ def _remedy(kind: type[Task]) -> str:
     return remedies.get(kind.name, "")
 
 
-def _classes(values: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The class of each row [M] int32, and the names of the classes.
+def _classes(values: np.ndarray, where: str, *, chosen: bool) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The class of each row [M] int32, and the names of the classes. ``chosen``: whether the user named the task.
 
     Raises:
       UserError: there is one class only, or the values are rather numbers to predict or free text.
@@ -230,19 +231,23 @@ def _classes(values: np.ndarray, where: str) -> tuple[np.ndarray, tuple[str, ...
     names = table_columns.names(texts)
     if len(names) < 2:
         raise UserError(f"{where} has the value {''.join(names)!r} in every row: there is nothing to learn")
-    if len(names) > table_columns.MOST_CATEGORIES or any(_is_fraction(name) for name in names):
+    fractions = [_is_fraction(name) for name in names]
+    ages = not chosen and len(names) > MOST_NUMBERED_CLASSES and None not in fractions
+    if len(names) > table_columns.MOST_CATEGORIES or True in fractions or ages:
         raise UserError(
             f"{where} has {len(names):,} different values (such as {names[0]!r}), too many for classes: predict "
             "numbers with task='regression', or divide them into classes"
+            + ("; if these numbers are classes, say task='classification'" if ages and True not in fractions else "")
         )
     return table_columns.codes(texts, names).astype(np.int32), names
 
 
-def _is_fraction(name: str) -> bool:
+def _is_fraction(name: str) -> bool | None:
+    """Whether a number is not a whole one; None for a text that is no number."""
     try:
         return not float(name).is_integer()
     except ValueError:
-        return False
+        return None
 
 
 def _statistics(x: np.ndarray, preparation: Preparation) -> tuple[tuple[float, ...], tuple[float, ...]]:
