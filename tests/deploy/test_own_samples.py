@@ -66,6 +66,17 @@ def test_the_files_of_divide_keep_their_dataset_and_partition(tmp_path):
     assert (recorded["dataset"], recorded["partition"]) == ("digits", "dirichlet")
 
 
+def test_the_model_of_real_clients_keeps_the_preparation_of_a_table(tmp_path):
+    flags = f"{FLAGS} --dataset=diabetes"
+    federated = federated_data(configuration.parse(flags.split()))
+    divide(federated, tmp_path)
+    serve(tmp_path, 1, tmp_path / "server.npz", "--dataset=diabetes")
+    saved = fmr.load(tmp_path / "run")
+    assert saved.samples.preparation == federated.dataset.preparation is not None
+    table = {name: np.ones(3) for name in saved.samples.preparation.columns}
+    assert saved.predict(table).shape == (3, 1)
+
+
 def doses(folder, **declared):
     """Write files of two clients with doses in mg, and of a server that declares what they are."""
     random = np.random.default_rng(1)

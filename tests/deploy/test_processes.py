@@ -13,7 +13,6 @@ import ssl
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -63,14 +62,16 @@ class Trial(deployment.Federation):
         path = self.folder / "fed" / "run" / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def check(self, run: str, *, seconds: float = 1500, name: str = "run") -> None:
-        """Wait for the end of a run, and compare its weights with the simulator's, bit for bit (no convolutions)."""
+    def check(self, run: str, *, seconds: float = 1500, name: str = "run", rtol: float = 0) -> None:
+        """Wait for the end of a run, and compare weights and columns with the simulator's: bit for bit if rtol is 0."""
         logs = lambda: "\n".join(f"{path.name}: {path.read_text()[-3000:]}" for path in self.folder.glob("*.log"))
         assert self.finish(run, seconds, name=name) == "finished:completed", logs()
         real, simulated = (fmr.load(self.folder / each) for each in ("fed/run", "simulated"))
-        jax.tree.map(np.testing.assert_array_equal, real.variables, simulated.variables)
-        columns = lambda run: [{name: row[name] for name in row if name != "seconds"} for row in run.rows]
-        assert columns(real) == columns(simulated)
+        tree_close(real.variables, simulated.variables, rtol=rtol, atol=rtol / 10)
+        for ours, theirs in zip(real.rows, simulated.rows, strict=True):
+            assert list(ours) == list(theirs)
+            names = [name for name in ours if name != "seconds"]
+            np.testing.assert_allclose([ours[name] for name in names], [theirs[name] for name in names], rtol=rtol)
 
 
 @pytest.fixture
@@ -91,25 +92,26 @@ OF_CLIENTS = "--eval_clients --client_test_share=0.2"
 
 
 @pytest.mark.parametrize(
-    ("flags", "columns"),
+    ("flags", "columns", "rtol"),
     [
-        pytest.param("", ["accuracy"], id="digits"),
+        pytest.param("", ["accuracy"], 0, id="digits"),
         pytest.param(
-            f"--metrics=macro_f1,accuracy {OF_CLIENTS}", ["macro_f1", "accuracy", "personal_macro_f1"], id="macro_f1"
+            f"--metrics=macro_f1,accuracy {OF_CLIENTS}", ["macro_f1", "accuracy", "personal_macro_f1"], 0, id="macro_f1"
         ),
         pytest.param(
             f"--dataset=diabetes --model=mlp_table {OF_CLIENTS}",
             ["rmse", "mae", "r2", "personal_rmse", "personal_mae", "personal_r2"],
+            1e-5,  # XLA joins the few numbers of this loss with others, in another way in the simulator's program
             id="regression",
         ),
     ],
 )
-def test_two_nodes(flags, columns, trial):
+def test_two_nodes(flags, columns, rtol, trial):
     """The metrics are those of the task or of --metrics, and the first column is the first of them."""
     one = trial(flags=flags)
     one.superlink()
     one.supernodes()
-    one.check(one.go())
+    one.check(one.go(), rtol=rtol)
     rows = fmr.load(one.folder / "fed" / "run").rows
     assert [name for name in rows[-1] if name in columns] == columns
     assert all(np.isfinite(rows[-1][name]) for name in columns)

@@ -146,14 +146,15 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("task", "flags"), OTHERS)
-def test_other_tasks_and_metrics_have_the_simulators_bits(task, flags, tmp_path):
+def test_other_tasks_and_metrics_have_the_simulators_numbers(task, flags, tmp_path):
     """The model that the chosen loss makes, and each sum of each metric, with one number per class and tables too."""
     flags = flags.format(small_data(tmp_path, task)) if "{}" in flags else flags
     one = Real(tmp_path / "real", ["--strategy=fedavg", "--local_epochs=1", "--partition=iid", *flags.split()])
     simulated, mailed = one.simulated(), one.mailed()
     assert mailed.simulator.model.task == simulated.model.task and simulated.model.task.name == task
     (theirs, _), (ours, _) = after(simulated, 1), after(mailed.simulator, 1)
-    same = functools.partial(tree_close, rtol=1e-4, atol=1e-5) if task == "segmentation" else tree_equal
+    rtol = {"segmentation": 1e-4, "regression": 1e-5}.get(task)  # XLA may add in another order
+    same = functools.partial(tree_close, rtol=rtol, atol=rtol / 10) if rtol else tree_equal
     same(ours.server, theirs.server)
     same(mailed.simulator.test(ours), simulated.test(theirs))
     personal, expected = mailed.simulator.personal(ours), simulated.personal(theirs)
