@@ -476,7 +476,8 @@ def score(model: Model, variables: Variables, data: ClientData, *, batch_size: i
 
 def held_out_loss(model: Model, variables: Variables, data: ClientData, *, batch_size: int) -> jax.Array:
     """The mean loss of the task on a client's validation samples, or on its training samples if it has none."""
-    total = score(model, variables, validation(data), batch_size=batch_size)
+    alone = dataclasses.replace(model, task=dataclasses.replace(model.task, metrics=()))  # no metric is needed
+    total = score(alone, variables, validation(data), batch_size=batch_size)
     return total.loss / jnp.maximum(total.count, 1.0)
 
 
