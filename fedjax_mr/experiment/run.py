@@ -163,6 +163,13 @@ def set_up(
             )
         if config.eval_each and not simulator.rounds.keeps_models:
             notes.append(f"--eval_each has no effect: the server of {config.strategy} keeps no models side by side")
+        if any(federated.dataset.categories) and not all(
+            hasattr(network.module, "categories") for network in model.networks
+        ):
+            notes.append(
+                f"{model.name} reads the numbers of categories in {federated.dataset.name} as if they were measured: "
+                "mlp_table has a vector for each category"
+            )
         if config.precision != "float32" and simulator.axis.platform == "cpu":
             notes.append(f"--precision={config.precision} is usually slower on CPUs than float32")
         print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)

@@ -229,3 +229,16 @@ def test_the_weights_of_a_loss_are_those_of_the_training_samples():
     outputs, y, mask = jnp.zeros((3, 3)), jnp.arange(3), jnp.ones(3)
     np.testing.assert_allclose(weighted.objective(outputs, y, mask) / np.log(3), [2, 1, 2 / 3], rtol=1e-6)
     np.testing.assert_allclose(weighted.loss(outputs, y, mask), np.log(3), rtol=1e-6)  # in tests
+
+
+@pytest.mark.parametrize("model", ["mlp", "mlp_table"])
+def test_a_network_that_does_not_know_categories_is_named(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{row % 3},{'abc'[row % 3]},{row / 40}" for row in range(40)]
+    (tmp_path / "doses.csv").write_text("\n".join(["site,drug,dose", *rows]))
+    config = fmr.Config(
+        dataset="doses.csv", target="dose", task="regression", client_column="site", partition="natural", clients=0,
+        cohort=2, rounds=1, model=model, run_dir="run", devices=1,
+    )  # fmt: skip
+    fmr.run(config, record=False)
+    assert ("mlp reads the numbers of categories in doses" in capsys.readouterr().err) == (model == "mlp")
