@@ -9,22 +9,12 @@ from fedjax_mr.experiment import interrupts
 
 interrupts.begin(__name__)  # before the imports that take seconds
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports
-from fedjax_mr.experiment.load import load
+from fedjax_mr.experiment import imports, of_run
 from fedjax_mr.experiment.messages import flags_in_errors
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises UserErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,40 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: command-line arguments without the program name. Default: those of this process.
     """
-    parser = _Parser(prog="python -m fedjax_mr.export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="run folder")
+    parser = of_run.parser("export", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="the new folder")
-    parser.add_argument("--round", type=int, help="round of the checkpoint (default: the newest)")
-    parser.add_argument(
-        "--best", action="store_true", help="the checkpoint of the best evaluation (requires a run with --keep_best)"
-    )
-    parser.add_argument(
-        "--client", type=int, help="export the personal model of this client (default: the deployed model)"
-    )
     parser.add_argument(
         "--merged",
         action="store_true",
         help="add the adapters to the weights (required with adapters; the folder has the names of the base)",
     )
-    parser.add_argument("--data_dir", metavar="DIR", help="folder that holds the datasets (default: as in the run)")
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="Python file with an imported method",
-    )
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="allow running the Python files that the run imported, or the copies in its folder (default: no)",
-    )
+    of_run.add_choice(parser)
     try:
         chosen = parser.parse_args(arguments)
-        imports.load(chosen.imports)
         with imports.blamed(), flags_in_errors():
-            run = load(chosen.run, round=chosen.round, best=chosen.best, data_dir=chosen.data_dir, trust=chosen.trust)
+            run = of_run.read(chosen)
             folder = run.export(chosen.folder, client=chosen.client, merged=chosen.merged)
         print(f"exported into {folder}: try python example.py there")
     except UserError as error:

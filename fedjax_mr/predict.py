@@ -10,28 +10,19 @@ from fedjax_mr.experiment import interrupts
 
 interrupts.begin(__name__)  # before the imports that take seconds
 
-import argparse
 import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from fedjax_mr import files
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports
-from fedjax_mr.experiment.load import load
+from fedjax_mr.experiment import imports, of_run
 from fedjax_mr.experiment.messages import flags_in_errors
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises UserErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see --help)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,32 +31,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: command-line arguments without the program name. Default: those of this process.
     """
-    parser = _Parser(prog="python -m fedjax_mr.predict", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="run folder")
+    parser = of_run.parser("predict", __doc__)
     parser.add_argument("file", metavar="FILE", help="CSV file, or .npy file of samples [n, ...]")
     parser.add_argument("--out", metavar="FILE", default="predictions.csv", help="default: predictions.csv")
-    parser.add_argument("--round", type=int, help="round of the checkpoint (default: the newest)")
-    parser.add_argument(
-        "--best", action="store_true", help="the checkpoint of the best evaluation (requires a run with --keep_best)"
-    )
-    parser.add_argument(
-        "--client", type=int, help="use the personal model of this client (default: the deployed model)"
-    )
     parser.add_argument(
         "--calibrated",
         action="store_true",
         help="calibrate the probabilities on the validation samples (requires a run with --validation_share)",
     )
-    parser.add_argument("--data_dir", metavar="DIR", help="folder that holds the datasets (default: as in the run)")
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="allow running the Python files that the run imported, or the copies in its folder (default: no)",
-    )
+    of_run.add_choice(parser)
     try:
         chosen = parser.parse_args(arguments)
         with imports.blamed(), flags_in_errors():
-            run = load(chosen.run, round=chosen.round, best=chosen.best, data_dir=chosen.data_dir, trust=chosen.trust)
+            run = of_run.read(chosen)
             if chosen.calibrated:
                 network = run.calibrated(chosen.client)
             else:
