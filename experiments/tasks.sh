@@ -3,8 +3,10 @@
 #
 #   DATA=FOLDER experiments/tasks.sh [FOLDER]      # DATA holds LEAF's shakespeare; FOLDER the runs. Default: runs/tasks
 #
-# The same command continues after an interruption: it skips finished runs and resumes unfinished ones. Learning rates are
-# those of a small search on seed 10 by the clients' validation samples (TUNE=1 repeats it, in FOLDER/tuning).
+# The same command continues after an interruption: it skips finished runs and resumes unfinished ones. ONLY=TASK trains one
+# task, and LR=NUMBER replaces its learning rate. TUNE=1 tries four learning rates of FedAvg on seed 10 in FOLDER/tuning;
+# `python -m fedjax_mr.analysis best FOLDER/tuning/TASK --over=lr` chooses by the clients' validation samples. Only the rate
+# of multilabel was chosen so; the others were set without a search.
 #
 # python experiments/record.py keep FOLDER/TASK --name=tasks_TASK then keeps the runs.
 set -euo pipefail
@@ -25,11 +27,10 @@ sweep() { # name of the task, learning rate, then flags
   fi
 }
 
-# Each task once more with --only=TASK in the environment variable ONLY.
 want() { [ -z "${ONLY:-}" ] || [ "${ONLY:-}" = "$1" ]; }
-want survival && sweep survival "${LR:-0.03}" --dataset=lung --model=mlp_table --cohort=9 --rounds=40 --batch_size=64 \
+want survival && sweep survival "${LR:-0.1}" --dataset=lung --model=mlp_table --cohort=9 --rounds=40 --batch_size=64 \
   --local_epochs=2
-want multilabel && sweep multilabel "${LR:-0.1}" --import=experiments/plugins/digit_properties.py \
+want multilabel && sweep multilabel "${LR:-0.3}" --import=experiments/plugins/digit_properties.py \
   --dataset=digit_properties --model=cnn_digits --cohort=5 --rounds=60
 want classification && sweep classification "${LR:-0.1}" --dataset=watch --model=gru --cohort=5 --rounds=40 \
   --local_epochs=2 --batch_size=20 --metrics=macro_f1,accuracy,auroc

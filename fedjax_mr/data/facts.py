@@ -57,7 +57,7 @@ class Facts:
 
     @property
     def learned(self) -> Task:
-        """What was learned."""
+        """The task, also of a folder that records none."""
         return self.task or with_metrics(Classification(width=self.num_classes))
 
     @classmethod

@@ -144,7 +144,7 @@ def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
     samples = ServerSamples.read(options.server_data)
     set_up_jax(devices=1, cohort_size=1)
     model = network_of(config, samples.facts)
-    require_task(config.strategy, configuration.hyper(config), model.task)
+    require_task(config.strategy, model.task)
     agreed = agreement(config, model)
     if not samples.divided:
         config = _with_own_samples(config, options.server_data)

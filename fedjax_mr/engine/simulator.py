@@ -157,7 +157,7 @@ class Simulator:
             self.model = parts.partly(self.model, trainable or "*", variables=variables, key=start)
         build = _builder(strategy, hyper)
         if isinstance(strategy, str):
-            require_task(strategy, hyper, self.model.task)
+            require_task(strategy, self.model.task)
         if isinstance(strategy, str) and len(self.model.networks) > 1 and not STRATEGIES[strategy].several:
             raise UserError(f"{strategy} needs the same network for all clients, but there are {self.model.name}")
         self._name = name or (strategy if isinstance(strategy, str) else strategy.__module__.rpartition(".")[2])
@@ -485,14 +485,13 @@ def task_of(
     return dataclasses.replace(task, criterion=loss) if loss is not None else task
 
 
-def require_task(name: str, hyper: Any, task: Task) -> None:
+def require_task(name: str, task: Task) -> None:
     """Check that a method suits a task.
 
     Raises:
       UserError: the method needs something that the task has not, such as a class per sample.
     """
-    row = STRATEGIES[name]
-    needs = row.needs(row.hyper() if hyper is None and row.hyper else hyper) if callable(row.needs) else row.needs
+    needs = STRATEGIES[name].needs
     if needs and needs not in task.provides:
         what = {"classes": "a class per sample"}.get(needs, needs)
         raise UserError(f"{name} needs {what}, but the task is {task.name}: choose another method")

@@ -123,7 +123,7 @@ def simulator_of(
       secret: see `chosen`. A simulator that trains needs it.
       changes: arguments of `Simulator` that replace those of the configuration.
     """
-    require_task(config.strategy, configuration.hyper(config), model.task)
+    require_task(config.strategy, model.task)
     arguments: dict[str, Any] = {
         "strategy": build_chosen,
         "hyper": chosen(config, secret=secret),

@@ -89,8 +89,7 @@ class Row(NamedTuple):
       label_counts: whether the server reads ``problem.label_counts``, which real clients then have to report.
       only_simulated: why the strategy cannot run on real clients; "" if it can.
       group: group of methods for lists; "" for methods registered outside the package.
-      needs: what the strategy needs of a task (`Task.provides`), such as ``classes``, or a function hyper -> that.
-        "": it suits every task.
+      needs: what the strategy needs of a task (`Task.provides`), such as ``classes``. "": it suits every task.
       adapters: whether the strategy needs a network with adapters (``models.adapters.lora``).
       contract: what the contract must know about the strategy.
     """
@@ -106,7 +105,7 @@ class Row(NamedTuple):
     only_simulated: str = ""
     group: str = ""
     adapters: bool = False
-    needs: str | Callable[[Any], str] = ""
+    needs: str = ""
     contract: Contract = Contract()
 
 

