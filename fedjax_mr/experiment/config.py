@@ -90,8 +90,8 @@ class Config(
         "digits", "Dataset by name, the path of a user's .npz or .jsonl file, or hf:FOLDER for a folder of Hugging "
         "Face's datasets", names=SOURCES, path=True, short=True)
     task: str | None = _data(
-        None, "Task of the federation: a class per sample, several labels, numbers, a class per pixel, the next token, or "
-        "the time of an event. If omitted, the task of the dataset", names=TASKS, compiled="", short=True)
+        None, "Task of the federation: a class per sample, several labels, numbers, a class per pixel, the next token, "
+        "or the time of an event. If omitted, the task of the dataset", names=TASKS, compiled="", short=True)
     target: str | None = _data(
         None, "Column of a CSV file to predict, or several separated by commas (survival: time,event). Required with a "
         "CSV file")
