@@ -88,7 +88,7 @@ def _prepare(arguments: list[str]) -> None:
         raise unknown_name("dataset to prepare", name, known)
     config = configuration.parse([argument for argument in arguments if argument != name])
     prepare = text.prepare_sentiment if name == "sentiment" else tfds.prepare
-    place = prepare(DataRequest(name, config.data_dir, config.label_mode, config.offline))
+    place = prepare(DataRequest(name, config.data_dir, config.offline))
     print(f"{name} is in {place}")
 
 
