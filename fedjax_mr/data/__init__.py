@@ -54,6 +54,10 @@ class Source(NamedTuple):
     load: Callable[[DataRequest], Dataset]
     settings: type | None = None
 
+    def __call__(self, request: DataRequest) -> Dataset:
+        """The dataset of a request."""
+        return self.load(request)
+
 
 def _row_of(row: Any) -> Source:
     """The row of a source that a user wrote as a function alone."""
