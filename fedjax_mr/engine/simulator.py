@@ -48,7 +48,7 @@ from fedjax_mr.engine.trials import OneTrial
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts
-from fedjax_mr.models.base import with_task
+from fedjax_mr.models.base import with_fields
 from fedjax_mr.settings import LARGEST_INT32, bind, check
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.interface import Problem, Strategy
@@ -512,7 +512,7 @@ def network_of(model: Any, dataset: Dataset, *, task: Task | None = None, init: 
       UserError: a network does not fit the samples. Raised before any compilation.
     """
     if isinstance(model, Model) and not options and model.input_shape == dataset.x.shape[1:]:
-        model = with_task(model, task or (model.task if model.task.metrics else dataset.task))
+        model = with_fields(model, task=task or (model.task if model.task.metrics else dataset.task))
         for each in model.networks:
             models.check_output(each)
         return model

@@ -21,6 +21,7 @@ from fedjax_mr.experiment.pretrained import start_from
 from fedjax_mr.experiment.simulated_time import clients_may_be_late, clock_of
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, adapters, parts
+from fedjax_mr.models.base import with_fields
 from fedjax_mr.models.precision import with_precision
 from fedjax_mr.tasks import Task, with_metrics
 
@@ -66,7 +67,11 @@ def build_model(
     model = network_of(list(modules) or config.networks, dataset, task=task, init=config.init, **options)
     if model.precision not in ("float32", config.precision):
         raise UserError(f"{model.name} trains in {model.precision}: add precision={model.precision}, for the record")
-    return with_precision(fine_tuned(config, model, variables=variables), config.precision)
+    for network in model.networks:
+        if (kind := network.convolution) not in ("auto", config.convolution):
+            raise UserError(f"{network.name} has convolution={kind}: add convolution={kind}, for the record")
+    model = with_precision(fine_tuned(config, model, variables=variables), config.precision)
+    return with_fields(model, convolution=config.convolution)
 
 
 def fine_tuned(config: Config, model: Model, *, variables: Any = None) -> Model:

@@ -31,6 +31,7 @@ from fedjax_mr.experiment.loggers import LOGGERS
 from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.precision import PRECISIONS
+from fedjax_mr.models.windows import CONVOLUTIONS
 from fedjax_mr.registry import USER_OBJECTS, Registry, is_supplied
 from fedjax_mr.settings import LARGEST_INT32, field
 from fedjax_mr.strategies import STRATEGIES
@@ -170,6 +171,10 @@ class Config(
     norm: str = _model(
         "batch", "Normalisation layers, for networks that have some",
         choices=("batch", "group"), source="the FedMR authors' code")
+    convolution: str = _model(
+        "auto", "Convolutions in fewer multiplications, with a few times the rounding error (minimal filtering, "
+        "Winograd): where that is estimated to be faster (minimal), so on CPUs only (auto), or never (direct, as in "
+        "version 0.3.0)", choices=CONVOLUTIONS, source="our choice, by measurement", before="direct")
     authors_state: bool = _model(
         False, "Keep the tensors of the authors' ResNet-20 that change no output: a final BatchNorm and batch counters")
     projection: int = _model(

@@ -287,7 +287,7 @@ def of_module(
         return user_module.bind(module, **facts, name=name)
     if len(module.networks) > 1:
         return Zoo.of([of_module(each, **facts) for each in module.networks])
-    kept = {each: getattr(module, each) for each in ("frozen", "start", "adapter", "precision")}
+    kept = {each: getattr(module, each) for each in ("frozen", "start", "adapter", "precision", "convolution")}
     return dataclasses.replace(user_module.bind(module.module, **facts, name=name or module.name), **kept)
 
 

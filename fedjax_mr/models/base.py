@@ -17,7 +17,7 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
-from fedjax_mr.models import calls, parts, precision
+from fedjax_mr.models import calls, parts, precision, windows
 from fedjax_mr.models.blocks import Projection
 from fedjax_mr.tasks import Classification, Task
 
@@ -114,6 +114,7 @@ class Model:
       frozen: the variables that never change, see `partly`. {}: all train.
       start: initial values of variables that train, see `partly`. All others are initialised at random.
       precision: number type of forward and backward passes in training mode, see `precision.with_precision`.
+      convolution: how convolutions are computed, see `windows.convolutions`.
       adapter: how adapters enter the network and its means (`adapters.Lora`). None: there are none.
       task: what its outputs mean, with the loss and the metrics by which it is trained and tested.
 
@@ -128,6 +129,7 @@ class Model:
     start: Variables = dataclasses.field(default_factory=dict, compare=False, repr=False)
     adapter: Any = dataclasses.field(default=None, metadata=STATIC)
     precision: str = dataclasses.field(default="float32", metadata=STATIC)
+    convolution: str = dataclasses.field(default="auto", metadata=STATIC)
     task: Task = dataclasses.field(default=Classification(width=0), metadata=STATIC)
     _known: _Shapes = dataclasses.field(default_factory=_Shapes, compare=False, repr=False, metadata=STATIC)
 
@@ -321,10 +323,11 @@ class Model:
         if self.adapter is not None:
             with nn.intercept_methods(self.adapter.intercept):
                 return dataclasses.replace(self, adapter=None)._apply(variables, x, method=method, **options)
-        if not self.frozen:
-            return calls.apply(self.module, variables, x, method=method, **options)
-        fixed = parts.modules_of(self.frozen, "batch_stats")
-        result = calls.apply(self.module, self.whole(variables), x, method=method, fixed=fixed, **options)
+        with windows.convolutions(self.convolution):
+            if not self.frozen:
+                return calls.apply(self.module, variables, x, method=method, **options)
+            fixed = parts.modules_of(self.frozen, "batch_stats")
+            result = calls.apply(self.module, self.whole(variables), x, method=method, fixed=fixed, **options)
         if "mutable" not in options:
             return result
         out, state = result
@@ -406,9 +409,8 @@ def _leaf_rank(name: str, names: dict[str, int]) -> tuple[int, str]:
     return (order.index(name) if name in order else len(order), name)
 
 
-def with_task(model: "Model", task: Task) -> "Model":
-    """The network, or each of several, with another task."""
-    changes: dict[str, Any] = {"task": task}
+def with_fields(model: "Model", **changes: Any) -> "Model":
+    """The network, or each of several, with other fields: another ``task``, another ``convolution``."""
     if len(model.networks) > 1:
-        changes["members"] = tuple(with_task(member, task) for member in model.networks)
+        changes["members"] = tuple(with_fields(member, **changes) for member in model.networks)
     return dataclasses.replace(model, **changes)

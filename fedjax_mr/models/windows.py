@@ -3,7 +3,8 @@
 XLA:CPU has a fast convolution only for images NHWC, kernels HWIO and outputs NHWC. It rewrites other orders to this one
 only outside loops (openxla/xla, ``conv_canonicalization.cc``; jax-ml/jax#12868). Local training is a loop, so the
 gradients here are written in the fast order. That order is still slow for the few channels of small networks. On CPU,
-therefore, blocks of neighbouring pixels of the image are folded into the channels.
+therefore, blocks of neighbouring pixels of the image are folded into the channels. Many channels with small windows
+take fewer multiplications by `minimal_filtering`, unless a run chooses the direct form (`convolutions`).
 
 On GPU, a convolution with a kernel per client is a grouped one, and cuDNN computes its groups one after the other.
 Small convolutions are therefore batched products there: rows of pixels times a banded matrix of the kernel.
@@ -11,25 +12,54 @@ Small convolutions are therefore batched products there: rows of pixels times a 
 Pooling avoids ``reduce_window``, whose gradient (``select_and_scatter``) is serial on CPU and not deterministic on GPU.
 """
 
+import contextlib
+import contextvars
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_mr.errors import UserError
-from fedjax_mr.models import platforms
+from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.models import minimal_filtering, platforms
+from fedjax_mr.models.minimal_filtering import Pair
 
-Pair = tuple[int, int]
 Padding = str | int | Sequence[Pair]
 """``"SAME"``, ``"VALID"``, one number for all four sides (as in PyTorch), or ((top, bottom), (left, right))."""
 
 
 # ---- Convolution
+
+CONVOLUTIONS = ("auto", "minimal", "direct")
+_chosen: contextvars.ContextVar[str] = contextvars.ContextVar("convolution", default="auto")
+
+
+@contextlib.contextmanager
+def convolutions(kind: str) -> Iterator[None]:
+    """Compute convolutions in one way inside the ``with`` block.
+
+    Args:
+      kind: ``minimal``: by `minimal_filtering` where it is estimated to be faster. ``auto``: so on CPU only, where the
+        estimate was measured. ``direct``: never; the numbers are those of version 0.3.0.
+
+    Raises:
+      UserError: the kind is unknown.
+    """
+    if kind not in CONVOLUTIONS:
+        raise unknown_name("convolution", kind, CONVOLUTIONS)
+    token = _chosen.set(kind)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def _may_filter() -> bool:
+    return _chosen.get() == "minimal" or (_chosen.get() == "auto" and platforms.current() == "cpu")
 
 
 def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: Padding = "SAME") -> jax.Array:
@@ -37,9 +67,9 @@ def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: P
 
     The value is that of ``lax.conv_general_dilated``. The gradients (of any order, in reverse mode) are ordinary
     convolutions in the order NHWC, HWIO, NHWC, on CPU with blocks folded into the channels, or products. Small
-    convolutions on GPU are products, too. Inside ``shard_map``, gradients require that images and kernel vary over the
-    same mesh axes; JAX checks it. Second derivatives through ``lax.scan`` fail in jax 0.10, which passes wrong arrays
-    to the backward pass.
+    convolutions on GPU are products, too. `convolutions` says when there are fewer multiplications. Inside
+    ``shard_map``, gradients require that images and kernel vary over the same mesh axes; JAX checks it. Second
+    derivatives through ``lax.scan`` fail in jax 0.10, which passes wrong arrays to the backward pass.
 
     Raises:
       UserError: the images are smaller than the kernel.
@@ -50,6 +80,8 @@ def conv(x: jax.Array, kernel: jax.Array, *, strides: int | Pair = 1, padding: P
     if kernel.shape[:2] == (1, 1) and not any(map(any, pads)):
         # Strides only skip pixels here; without them the weight gradient is one product.
         x, strides = x[:, :: strides[0], :: strides[1]], (1, 1)
+    if strides == (1, 1) and _may_filter() and (tile := minimal_filtering.tile(x, kernel, pads)):
+        return minimal_filtering.convolve(x, kernel, pads, tile)
     if platforms.current() == "gpu" and _multiply_adds(x, kernel, strides, pads) <= BANDED_WORK:
         return _banded(_pad(x, pads), kernel, strides)
     return _conv(x, kernel, strides, pads, (1, 1), (1, 1))

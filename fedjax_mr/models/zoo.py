@@ -59,7 +59,8 @@ class Zoo(Model):
                 f"several networks must learn one task, but {first.name} learns {first.task.facts()} and {other.name} "
                 f"{other.task.facts()}"
             )
-        facts: dict[str, Any] = {"precision": first.precision, "task": first.task, "members": tuple(models)}
+        facts: dict[str, Any] = {"members": tuple(models)}
+        facts |= {name: getattr(first, name) for name in ("precision", "convolution", "task")}
         return cls(first.module, first.input_shape, first.input_dtype, ",".join(each.name for each in models), **facts)
 
     def init(self, key: jax.Array, architecture: jax.Array | int = 0) -> Variables:
