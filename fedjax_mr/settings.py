@@ -53,6 +53,7 @@ class Info:
       argument: name of the library's argument that gets the value, if it differs from that of the field.
       needs: another setting of the same dataclass, followed by the values of it with which this field has an effect.
         Without values: all but 0, None and "none".
+      rounding: whether another value changes results by rounding alone.
       before: the value of runs that were recorded before the setting existed. None: the default.
     """
 
@@ -77,6 +78,7 @@ class Info:
     short: bool = False
     argument: str = ""
     needs: tuple[str, ...] = ()
+    rounding: bool = False
     before: Any = None
 
     def has_effect(self, values: Mapping[str, Any]) -> bool:

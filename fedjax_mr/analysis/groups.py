@@ -147,12 +147,14 @@ class Index:
         return self._by_setting.values()
 
     def of(self, config: Config) -> list[RunRecord]:
-        """The runs that differ from a configuration only in their seeds."""
+        """The runs that differ from a configuration only in their seeds, or in settings that change rounding alone."""
         return self._by_setting.get(_key(config), [])
 
 
 def _key(config: Config) -> str:
-    return json.dumps(titles.facts(config), sort_keys=True)
+    rounding = {setting.flag for setting, _ in configuration.setting_values(config) if setting.info.rounding}
+    facts = {flag: value for flag, value in titles.facts(config).items() if flag not in rounding}
+    return json.dumps(facts, sort_keys=True)
 
 
 def by_seed(runs: Sequence[RunRecord]) -> dict[str, float]:

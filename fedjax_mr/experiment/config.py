@@ -174,7 +174,8 @@ class Config(
     convolution: str = _model(
         "auto", "Convolutions in fewer multiplications, with a few times the rounding error (minimal filtering, "
         "Winograd): where that is estimated to be faster (minimal), so on CPUs only (auto), or never (direct, as in "
-        "version 0.3.0)", choices=CONVOLUTIONS, source="our choice, by measurement", before="direct")
+        "version 0.3.0)", choices=CONVOLUTIONS, source="our choice, by measurement", before="direct",
+        rounding=True)
     authors_state: bool = _model(
         False, "Keep the tensors of the authors' ResNet-20 that change no output: a final BatchNorm and batch counters")
     projection: int = _model(
