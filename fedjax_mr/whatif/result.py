@@ -72,7 +72,10 @@ class WhatIf:
         return contributions.contributions(values, len(self.names), self.orders)
 
     def table(self) -> str:
-        """The contributions as a table: the mean over the seeds and, with several seeds, the standard deviation."""
+        """The contributions as a table: the mean over the seeds and, with several seeds, the standard deviation.
+
+        The last rows have the sums over all clients, and how far each rule ranks the clients as Shapley values do.
+        """
         found = self.contributions()
         cells = [["client", "samples", *found]]
         cells += [
@@ -80,6 +83,10 @@ class WhatIf:
             for client, (name, size) in enumerate(zip(self.names, self.sizes, strict=True))
         ]
         cells.append(["all", f"{self.sizes.sum()}", *(_shown(values.sum(axis=1)) for values in found.values())])
+        if "shapley" in found:
+            means = {rule: values.mean(axis=0) for rule, values in found.items()}
+            ranks = (contributions.rank_correlation(means["shapley"], each) for each in means.values())
+            cells.append(["rank correlation with shapley", "", *(f"{each:.2f}" for each in ranks)])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
         nobody, everyone = (_shown(self.value(each)) for each in ((), range(len(self.names))))
