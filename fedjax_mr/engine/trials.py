@@ -289,14 +289,14 @@ def of_coalition(constants: RunConstants, clients: Sequence[int], *, vacant: boo
     """
     whole = constants.problem
     present = np.isin(np.arange(whole.num_clients), np.asarray(clients, int))
-    only = lambda counts: None if counts is None else (np.asarray(counts).T * present).T.astype(np.int32)
+    only = lambda counts: None if counts is None else jnp.asarray((np.asarray(counts).T * present).T, jnp.int32)
     problem = dataclasses.replace(
         whole,
         cohort_size=whole.cohort_size if vacant else min(whole.cohort_size, int(present.sum())),
         sizes=only(whole.sizes),
         label_counts=only(whole.label_counts),
         validation_sizes=only(whole.validation_sizes),
-        present=present,
+        present=jnp.asarray(present),
     )
     return constants._replace(problem=problem)
 

@@ -138,7 +138,10 @@ def train(
     """Train and test the coalitions that the record does not have, block after block."""
     missing, cohort = [pair for pair in wanted if pair not in record.rows], simulator.problem.cohort_size
     vacant = any(0 < len(each) < cohort for _, each in missing) and takes_vacant_slots(simulator.rounds.constants)
-    for slots, pairs in by_slots(missing, cohort, vacant=vacant).items():
+    groups = by_slots(missing, cohort, vacant=vacant)
+    for slots, pairs in groups.items():
+        _require_cohort(simulator, slots, pairs[0][1], vacant=vacant)
+    for slots, pairs in groups.items():
         if slots == 0:
             record.add({pair: _test(simulator, _initial(simulator, pair[0])) for pair in pairs})
             continue
@@ -180,6 +183,14 @@ def _train_block(
             )
     models = jax.device_get(together.deployed(state))
     return {pair: _test(simulator, trees.take(models, number)) for number, pair in enumerate(pairs)}
+
+
+def _require_cohort(simulator: Simulator, slots: int, clients: Coalition, *, vacant: bool) -> None:
+    """Check, before anything trains, that the method works with so small a cohort."""
+    try:
+        _ = slots and of_coalition(simulator.rounds.constants, sorted(clients), vacant=vacant).strategy
+    except UserError as error:
+        raise UserError(f"a federation of {slots} client{'s' * (slots > 1)} cannot train: {error}") from None
 
 
 def _initial(simulator: Simulator, seed: int) -> Variables:

@@ -10,6 +10,7 @@ from fedjax_mr import trees
 from fedjax_mr.channel.base import upload_shapes
 from fedjax_mr.engine.round import RunConstants
 from fedjax_mr.engine.trials import of_coalition
+from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.strategies.interface import Cohort
 
@@ -23,7 +24,10 @@ def takes_vacant_slots(constants: RunConstants) -> bool:
     and no samples. Servers with K models have other states, and so do not.
     """
     half = max(1, constants.problem.cohort_size // 2)
-    outcomes = [_outcome(of_coalition(constants, range(half), vacant=vacant), half) for vacant in (True, False)]
+    try:
+        outcomes = [_outcome(of_coalition(constants, range(half), vacant=vacant), half) for vacant in (True, False)]
+    except UserError:  # the method needs a larger cohort
+        return False
     if None in outcomes or len({str(jax.tree.map(jnp.shape, each)) for each in outcomes}) > 1:
         return False
     leaves = [[np.asarray(leaf) for leaf in jax.tree.leaves(each)] for each in outcomes]
