@@ -4,7 +4,9 @@ from fedjax_mr import data, models, strategies, tasks, trees
 from fedjax_mr.channel import LINKS, Link, LinkRow, Sent
 from fedjax_mr.client import local
 from fedjax_mr.client.optimizers import OPTIMIZERS
-from fedjax_mr.data import SOURCES, Dataset, FederatedData
+from fedjax_mr.clock.asynchronous import STALENESS, StalenessRow
+from fedjax_mr.clock.fleet import FLEETS, Fleet, FleetRow
+from fedjax_mr.data import SOURCES, Dataset, FederatedData, Source
 from fedjax_mr.data.augment import AUGMENTATIONS, Augmentation
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
 from fedjax_mr.data.sources.arrays import from_arrays
@@ -30,6 +32,7 @@ from fedjax_mr.whatif import WhatIf, what_if
 
 __all__ = [
     "AUGMENTATIONS",
+    "FLEETS",
     "LINKS",
     "LOGGERS",
     "LOSSES",
@@ -39,6 +42,7 @@ __all__ = [
     "PARTITIONS",
     "SERVER_OPTIMIZERS",
     "SOURCES",
+    "STALENESS",
     "STRATEGIES",
     "TASKS",
     "Augmentation",
@@ -49,6 +53,8 @@ __all__ = [
     "Dataset",
     "DivergedError",
     "FederatedData",
+    "Fleet",
+    "FleetRow",
     "Interrupted",
     "Link",
     "LinkRow",
@@ -64,6 +70,8 @@ __all__ = [
     "SavedRun",
     "Sent",
     "Simulator",
+    "Source",
+    "StalenessRow",
     "Strategy",
     "Task",
     "TrainedNetwork",
