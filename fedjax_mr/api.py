@@ -28,6 +28,7 @@ from fedjax_mr.strategies import STRATEGIES, Cohort, Contract, Parcels, Problem,
 from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
 from fedjax_mr.tasks import METRICS, TASKS, Metric, Task
 from fedjax_mr.tasks.losses import LOSSES, LossRow
+from fedjax_mr.whatif import WhatIf, what_if
 
 __all__ = [
     "AUGMENTATIONS",
@@ -76,6 +77,7 @@ __all__ = [
     "TrainedNetwork",
     "UserError",
     "Variables",
+    "WhatIf",
     "data",
     "field",
     "from_arrays",
@@ -91,4 +93,5 @@ __all__ = [
     "tasks",
     "transforms",
     "trees",
+    "what_if",
 ]

@@ -42,6 +42,21 @@ def mean(tree: State | Params, *, weights: jax.Array | None = None) -> State | P
     return jax.tree.map(total, tree)
 
 
+def fill(tree: Tree, known: jax.Array) -> Tree:
+    """Replace the rows of leaves [K, ...] that are not ``known`` [K] by the mean of those that are.
+
+    Types without a mean, such as counts, take the first known row.
+    """
+
+    def filled(leaf: jax.Array) -> jax.Array:
+        here = known.reshape(-1, *(1,) * (leaf.ndim - 1))
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.where(here, leaf, leaf[jnp.argmax(known)][None])
+        return jnp.where(here, leaf, jnp.mean(leaf, axis=0, keepdims=True, where=here))
+
+    return jax.tree.map(filled, tree)
+
+
 def mix(tree: State | Params, weights: jax.Array) -> State | Params:
     """Weighted sums of the K stacked models: new[i] = sum over j of weights[i, j] * old[j].
 

@@ -14,6 +14,7 @@ from fedjax_mr import sweep, tune
 from fedjax_mr.analysis.__main__ import COMMANDS
 from fedjax_mr.experiment import config, manual
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.whatif import __main__ as whatif
 
 ROOT = Path(__file__).parent.parent
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "recipes"]
@@ -34,6 +35,8 @@ def check(words):
         sweep.plan(flags)
     elif module == "fedjax_mr.tune":
         tune.plan(flags)
+    elif module == "fedjax_mr.whatif":
+        config.parse_command(flags, whatif.Settings)
     elif module == "fedjax_mr.analysis":
         parser = argparse.ArgumentParser(exit_on_error=False)
         COMMANDS[flags[0]].add_arguments(parser)

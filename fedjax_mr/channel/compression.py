@@ -232,7 +232,7 @@ def _ef21(codec_of: "CodecOf", problem: Problem) -> dict[str, Any]:
         steps = jax.vmap(lambda message: decode(codec_of, message))(messages)
         # The estimates of a client that was drawn twice are averaged, as all memories are.
         times = jnp.sum(context.client[:, None] == context.client[None, :], axis=1).astype(jnp.float32)
-        share = 1 / (times * problem.num_clients)
+        share = 1 / (times * problem.num_present)
         sums = trees.mix(steps, share[None, :])
         mean = jax.tree.map(lambda g, total: g + total[0].astype(g.dtype), state, sums)
         return mean, jax.tree.map(lambda start, g: start + g[None], reference, mean), {}

@@ -218,6 +218,10 @@ def finish(
     strategy = constants.strategy
     messages, memories, metrics = trees.take(trained, positions(plan.slots, constants.problem.cohort_size))
     round, state = progress.round, progress.server
+    filled = plan.cohort.ids < constants.problem.num_clients  # asynchronous rounds have rows without a client
+    if constants.problem.present is not None:  # a cohort of more slots than clients has vacant ones
+        filled &= constants.problem.present[plan.cohort.ids]
+        messages = trees.fill(messages, filled)
     payloads = dispatch(strategy, state, plan.cohort, round_key(constants.key, DISPATCH, round))  # as in `begin`
     key = round_key(constants.key, SERVER, round)
     state, uploads, received, key = receive(strategy, state, messages, payloads, plan.cohort, round, key)
@@ -237,7 +241,6 @@ def finish(
     if strategy.traffic is not None:
         traffic = strategy.traffic(traffic, progress.server, messages, plan.cohort, round)
     images = jnp.sum(metrics.images)
-    filled = plan.cohort.ids < constants.problem.num_clients  # asynchronous rounds have rows without a client
     first_bad = jnp.argmax(metrics.bad_step >= 0)
     report = Report(
         images=images,

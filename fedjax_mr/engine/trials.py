@@ -214,6 +214,10 @@ class SeveralTrials(OneTrial):
         rows = jax.tree.map(lambda leaf: leaf.reshape(self.count, per_trial, *leaf.shape[1:]), in_order)
         return self._each(constants, finish, progress, plans, rows)
 
+    def global_model(self, constants: RunConstants, server: State) -> Any:
+        """The deployed models, leaves [T, ...]."""
+        return self._each(constants, OneTrial(self.axis).global_model, server)
+
     def watched(self, constants: RunConstants) -> Any:
         """Which trials end the call [T]."""
         return constants.running & self.stop_at_divergence
@@ -254,19 +258,47 @@ def stack_trials(all_constants: Sequence[RunConstants]) -> RunConstants:
             "trials in one program need the same structure: the same number of clients, and a momentum, weight decay "
             "or other optional number in all trials or in none"
         )
-    build, problem = jax.tree.map(lambda *leaves: jnp.stack(leaves), *arguments)
-    before = np.cumsum([0, *(len(each.index) for each in federations[:-1])]).astype(np.int32)
+    # On the host, because stacking hundreds of small arrays on a device takes seconds.
+    build, problem = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *jax.device_get(arguments))
+    one_index = all(each.index is federations[0].index for each in federations)  # of trials that differ in clients
+    indexes = federations[0:1] if one_index else federations
+    before = np.cumsum([0, *(0 if one_index else len(each.index) for each in federations[:-1])]).astype(np.int32)
     stacked = RunConstants(
         build,
         problem,
         Federation(
             samples=federations[0].samples,
-            index=np.concatenate([np.asarray(each.index) for each in federations]),
+            index=np.concatenate([np.asarray(each.index) for each in indexes]),
             offsets=np.stack([each.offsets + first for each, first in zip(federations, before, strict=True)]),
         ),
         jnp.stack([constants.key for constants in all_constants]),
     )
     return _with_frozen(stacked, frozen)
+
+
+def of_coalition(constants: RunConstants, clients: Sequence[int], *, vacant: bool = False) -> RunConstants:
+    """The constants of the federation of some clients, as if the others did not exist (see `Problem.present`).
+
+    The clients keep their numbers, and so their random keys. The cohort has K of them, or all if they are fewer.
+
+    Args:
+      constants: those of all clients.
+      clients: the clients that are present.
+      vacant: whether the cohort keeps its K slots, of which some are vacant if fewer clients are present. A vacant slot
+        trains no step and uploads the mean of the others (`takes_vacant_slots`). Otherwise it has fewer slots.
+    """
+    whole = constants.problem
+    present = np.isin(np.arange(whole.num_clients), np.asarray(clients, int))
+    only = lambda counts: None if counts is None else jnp.asarray((np.asarray(counts).T * present).T, jnp.int32)
+    problem = dataclasses.replace(
+        whole,
+        cohort_size=whole.cohort_size if vacant else min(whole.cohort_size, int(present.sum())),
+        sizes=only(whole.sizes),
+        label_counts=only(whole.label_counts),
+        validation_sizes=only(whole.validation_sizes),
+        present=jnp.asarray(present),
+    )
+    return constants._replace(problem=problem)
 
 
 def of_trial(constants: RunConstants, trial: Any) -> RunConstants:

@@ -32,6 +32,7 @@ COMMANDS = {
     "main": "one run",
     "sweep": "many runs: methods x settings x seeds",
     "tune": "the same search for every method, chosen on validation samples",
+    "whatif": "what each client contributes, from federations without it",
     "analysis": "tables and pictures of runs",
     "data": "show a partition, or prepare a dataset",
     "models": "the table of all networks",

@@ -1,6 +1,6 @@
 """All plots, one subject per file. Only this package imports matplotlib, when it draws; it needs no display."""
 
-from fedjax_mr.plots.clients import histograms, partition, personal
+from fedjax_mr.plots.clients import contributions, histograms, partition, personal
 from fedjax_mr.plots.figure import FORMATS, X_UNITS, import_ahead, unit_of
 from fedjax_mr.plots.lines import Series, bars, curves, lines
 from fedjax_mr.plots.looks import COLOURS, Look, looks
@@ -14,6 +14,7 @@ __all__ = [
     "Look",
     "Series",
     "bars",
+    "contributions",
     "curves",
     "histograms",
     "import_ahead",

@@ -77,6 +77,33 @@ def partition(
         bar.ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
 
 
+def contributions(values: Mapping[str, np.ndarray], path: Path | str, *, names: Sequence[str], y_label: str) -> None:
+    """Draw the contribution of each client as bars, one colour per rule.
+
+    Lines show one standard deviation over the seeds, and points the single seeds.
+
+    Args:
+      values: contributions [S, N] of N clients with S seeds, by rule.
+      path: file to write, in one of `FORMATS`.
+      names: names of the clients [N].
+      y_label: what the clients contribute to.
+    """
+    places, width, chosen = np.arange(len(names)), 0.8 / len(values), looks(values)
+    with picture(path, (min(2 * WIDTH, max(0.6 * WIDTH, 0.6 * len(names))), 4.0)) as figure:
+        axis = figure.subplots()
+        for number, (rule, each) in enumerate(values.items()):
+            at, colour = places + (number - (len(values) - 1) / 2) * width, chosen[rule].colour
+            several = len(each) > 1
+            spread = each.std(axis=0, ddof=1) if several else None
+            axis.bar(at, each.mean(axis=0), 0.92 * width, yerr=spread, color=colour, ecolor="0.25", label=rule)
+            if several:
+                axis.plot(np.tile(at, len(each)), each.ravel(), ".", color="0.25", markersize=2.5)
+        axis.axhline(0, color="0.25", linewidth=0.8)
+        axis.set_xticks(places, names, rotation=90 if max(map(len, names)) > 4 else 0)
+        name_axes(axis, "client", y_label)
+        _legend_above(axis)
+
+
 def histograms(
     values: Mapping[str, Sequence[float]],
     path: Path | str,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr import trees
@@ -63,6 +64,8 @@ class Problem:
       validation_sizes: validation samples per client [N], or None if no client has any.
       samples_on_device: whether the samples of all clients are on the devices; otherwise a client sees its own alone.
       in_flight: M, asynchronous clients that train at the same time. None: rounds are synchronous.
+      present: which of the N clients exist [N] bool, with at least K of them. None: all. The others keep their numbers,
+        have no samples and are never selected, as if the federation had been made without them.
     """
 
     model: Model
@@ -78,6 +81,12 @@ class Problem:
     validation_sizes: jax.Array | None = None
     samples_on_device: bool = dataclasses.field(default=True, metadata={"static": True})
     in_flight: int | None = dataclasses.field(default=None, metadata={"static": True})
+    present: jax.Array | None = None
+
+    @property
+    def num_present(self) -> jax.Array | int:
+        """The number of clients that exist: N, unless some are absent."""
+        return self.num_clients if self.present is None else jnp.sum(self.present.astype(jnp.float32))
 
     @property
     def num_branches(self) -> int:

@@ -200,7 +200,7 @@ def require_epochs(problem: Problem, method: str) -> None:
 
 def participation(problem: Problem, cohort: Cohort) -> jax.Array:
     """The share of the N clients that upload in a round: K / N, less late clients, which have 0 samples."""
-    return jnp.mean((cohort.sizes > 0).astype(jnp.float32)) * (problem.cohort_size / problem.num_clients)
+    return jnp.mean((cohort.sizes > 0).astype(jnp.float32)) * (problem.cohort_size / problem.num_present)
 
 
 def kept_for_validation(problem: Problem) -> jax.Array:
@@ -255,14 +255,20 @@ MOST_RANKED = 100_000  # with more clients, a cohort is drawn without a random w
 
 
 def select_uniformly(problem: Problem, key: jax.Array) -> Cohort:
-    """Select K of the N clients uniformly without replacement, in random order; consumes ``key``."""
-    if problem.num_clients > MOST_RANKED and 8 * problem.cohort_size <= problem.num_clients:
+    """Select K of the N clients uniformly without replacement, in random order; consumes ``key``.
+
+    Absent clients are skipped: the others come in the order that they would have if all were present.
+    """
+    if problem.present is None and problem.num_clients > MOST_RANKED and 8 * problem.cohort_size <= problem.num_clients:
         ids = different_numbers(key, problem.num_clients, problem.cohort_size)
         return Cohort(ids, problem.sizes[ids])
     # Take the K largest of N random words. On CPU, top_k avoids a full sort only for floats (the sort takes 200 ms for
     # 100,000 words). So a first top_k runs on floats, with a few more than K candidates because floats are coarser.
     words, count = jax.random.bits(key, (problem.num_clients,)), problem.cohort_size
-    _, near = jax.lax.top_k(words.astype(jnp.float32), min(problem.num_clients, count + 8))
+    ranked = words.astype(jnp.float32)
+    if problem.present is not None:
+        words, ranked = jnp.where(problem.present, words, 0), jnp.where(problem.present, ranked, -1.0)
+    _, near = jax.lax.top_k(ranked, min(problem.num_clients, count + 8))
     ids = near[jax.lax.top_k(words[near], count)[1]]
     return Cohort(ids, problem.sizes[ids])
 

@@ -89,7 +89,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     step_size = sgd_lr(setting) if authors else steady_step(setting)
 
     def relative_size(sizes):  # r_i, with mean 1 over all clients
-        return sizes / jnp.mean(problem.sizes.astype(jnp.float32))
+        return sizes / (jnp.sum(problem.sizes.astype(jnp.float32)) / problem.num_present)
 
     def init(key):
         model = problem.model.init(key)
@@ -115,7 +115,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             model = trees.mean(uploads["model"], weights=cohort.sizes)
             relative = relative_size(cohort.sizes.astype(jnp.float32))
             changes = jax.vmap(trees.scale)(changes, relative)  # 0 for clients without samples
-            share = problem.cohort_size / problem.num_clients
+            share = problem.cohort_size / problem.num_present
         else:
             model = step_towards(state.model, trees.mean(uploads["model"]), hyper.server_lr)
         control = trees.add(state.control, trees.scale(trees.mean(changes), share))
