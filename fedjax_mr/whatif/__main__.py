@@ -1,17 +1,12 @@
 """The command ``python -m fedjax_mr.whatif``: train the federations of many coalitions, and value the clients."""
 
-# ruff: noqa: E402
-from fedjax_mr.experiment import interrupts
-
-interrupts.begin(__name__)  # before the imports that take seconds
-
 import dataclasses
 import sys
 from collections.abc import Sequence
 
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, manual
+from fedjax_mr.experiment import imports, interrupts, manual
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.settings import help_of, values_of
 from fedjax_mr.settings import field

@@ -104,13 +104,16 @@ def test_what_absent_clients_have_does_not_matter(equal):
 
 def test_an_absent_client_changes_as_little_of_the_cohorts_as_possible():
     """The others come in the same order, so that differences are the client's alone."""
-    constants = simulator("fedavg", cohort=3).rounds.constants
+    constants, present = simulator("fedavg", cohort=3).rounds.constants, (0, 7, 8, 21, 33)
+    many = {"num_clients": 40, "sizes": np.full(40, 9, np.int32), "label_counts": np.full((40, 3), 3, np.int32)}
+    constants = constants._replace(problem=dataclasses.replace(constants.problem, **many))
+    everyone = dataclasses.replace(constants.problem, cohort_size=40, sizes=jax.numpy.asarray(many["sizes"]))
     for seed in range(20):
         key = jax.random.key(seed)
-        everyone = select_uniformly(dataclasses.replace(constants.problem, cohort_size=6), key).ids.tolist()
-        some = select_uniformly(of_coalition(constants, [0, 2, 3, 5]).problem, key)
-        assert some.ids.tolist() == [client for client in everyone if client in (0, 2, 3, 5)][:3]
-        assert (np.asarray(some.sizes) > 0).all()
+        order = select_uniformly(everyone, key).ids.tolist()
+        some = select_uniformly(of_coalition(constants, present).problem, key)
+        assert some.ids.tolist() == [client for client in order if client in present][:3]
+        assert (np.asarray(some.sizes) == 9).all()
 
 
 @pytest.fixture(scope="module")
