@@ -58,6 +58,7 @@ _records = functools.partial(_evaluation, affects_results=False)
 class Config(
     Training,
     augment.CropFlip,
+    augment.CutMix,
     losses.Weighted,
     losses.Focal,
     losses.Smoothed,
@@ -207,7 +208,8 @@ class Config(
         None, "Loss in training, to which a method adds its own terms. Tests use that of the task. If omitted, that of "
         "the task", names=LOSSES, short=True)
     augment: str = _training(
-        "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), or none",
+        "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), boxes from other "
+        "images of the batch (cutmix), both (crop_flip,cutmix), or none",
         names=AUGMENTATIONS, source="KDD'24: none")
     precision: str = _training(
         "float32", "Number type of the forward and backward passes in the clients' training. Variables, losses, "
@@ -349,6 +351,11 @@ class Config(
         return self.model.split(",")
 
     @property
+    def augmentations(self) -> list[str]:
+        """The names in ``augment``."""
+        return [] if self.augment == "none" else self.augment.split(",")
+
+    @property
     def metric_names(self) -> list[str]:
         """The names in ``metrics``."""
         return self.metrics.split(",") if self.metrics else []
@@ -426,8 +433,8 @@ def _own_rows(values: Mapping[str, Any]) -> Iterator[tuple[str, type | None]]:
     """Yield the name and the dataclass of settings of each user's row that flags name."""
     named, division, loss = values.get("links"), values.get("partition", Config.partition), values.get("loss")
     rows: dict[str, Any] = {division: PARTITIONS.get(division)} | ({loss: LOSSES.get(loss)} if loss else {})
-    if (changed := values.get("augment") or "none") != "none":
-        rows[changed] = AUGMENTATIONS.get(changed)
+    changed = values.get("augment") or "none"
+    rows |= {name: AUGMENTATIONS.get(name) for name in changed.split(",") if changed != "none"}
     rows |= {name: LINKS.get(name) for name in (named.split(",") if named else ())}
     for name, row in rows.items():
         if row is None or (row.settings is not None and not issubclass(Config, row.settings)):

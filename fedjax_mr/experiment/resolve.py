@@ -108,7 +108,7 @@ def _full_name(kind: type) -> str:
 def _rows_used(config: Config) -> imports.Names:
     """The rows of the registries that a run uses."""
     used = {(STRATEGIES.kind, config.strategy), (PARTITIONS.kind, config.partition)}
-    used |= {(OPTIMIZERS.kind, config.optimizer), (AUGMENTATIONS.kind, config.augment)}
+    used |= {(OPTIMIZERS.kind, config.optimizer)} | {(AUGMENTATIONS.kind, name) for name in config.augmentations}
     used |= {(LOGGERS.kind, name) for name in config.logs} | {(METRICS.kind, name) for name in config.metric_names}
     used |= {(kind.kind, name) for kind, name in ((TASKS, config.task), (LOSSES, config.loss)) if name is not None}
     used |= {(MODELS.kind, name) for name in config.networks}
@@ -162,8 +162,9 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
     for kind, name, rows in (("task", config.task, TASKS), ("loss", config.loss, LOSSES)):
         if name is not None and name not in rows:
             raise unknown_name(kind, name, rows)
-    if config.augment not in ("none", *AUGMENTATIONS):
-        raise unknown_name("augment", config.augment, ["none", *AUGMENTATIONS])
+    for name in config.augmentations:
+        if name not in AUGMENTATIONS:
+            raise unknown_name("augment", name, ["none", *AUGMENTATIONS])
     for name in config.metric_names:
         if name not in METRICS:
             raise unknown_name("metric", name, METRICS)
