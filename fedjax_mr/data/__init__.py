@@ -18,6 +18,7 @@ from fedjax_mr.data.sources import (
     diabetes,
     digits,
     flights,
+    hf,
     leaf,
     lung,
     masks,
@@ -79,7 +80,7 @@ LABEL_MODES = {"cifar100": ("fine", "coarse")}
 def is_file(name: str) -> bool:
     """Whether a name is that of a file or folder, and not that of a dataset."""
     suffixes = (*columns.SUFFIXES, *text.SUFFIXES)
-    return arrays.is_file(name) or name.endswith(suffixes) or name.startswith(text.FOLDER_PREFIX)
+    return arrays.is_file(name) or name.endswith(suffixes) or name.startswith(hf.PREFIX)
 
 
 def load(
@@ -100,7 +101,7 @@ def load(
 
     Args:
       name: a name of `SOURCES`, a configuration such as ``emnist/letters``, the path of an .npz, .csv or .jsonl
-        file, or ``hf:`` and the path of a folder of Hugging Face's ``datasets``.
+        file, or ``hf:`` and the path of a folder of Hugging Face's ``datasets`` with texts or images.
       data_dir: the folder of the source's files. Default: depends on the source.
       label_mode: ``coarse`` for the 20 coarse classes of CIFAR-100.
       offline: whether downloads are forbidden.
@@ -144,8 +145,8 @@ def load(
 def _read(request: DataRequest) -> Dataset:
     """Read the samples from the source that the name means."""
     name, base = request.name, request.name.partition("/")[0]
-    if name.startswith(text.FOLDER_PREFIX):
-        return text.load_folder(name, request).check()
+    if name.startswith(hf.PREFIX):
+        return hf.load(request).check()
     if name.endswith(columns.SUFFIXES):
         return table.load(request)
     if name.endswith(text.SUFFIXES):

@@ -88,8 +88,8 @@ class Config(
     # Each setting: default, help, range, and the source of the default. Without a source, the default is our choice.
     # fmt: off
     dataset: str = _data(
-        "digits", "Dataset by name, the path of a user's .npz or .jsonl file, or hf:FOLDER for a folder of Hugging "
-        "Face's datasets", names=SOURCES, path=True, short=True)
+        "digits", "Dataset by name, the path of a user's .npz, .csv or .jsonl file, or hf:FOLDER for a folder "
+        "of Hugging Face's datasets, texts or images", names=SOURCES, path=True, short=True)
     task: str | None = _data(
         None, "Task of the federation: a class per sample, several labels, numbers, a class per pixel, the next token, "
         "or the time of an event. If omitted, the task of the dataset", names=TASKS, compiled="", short=True)
