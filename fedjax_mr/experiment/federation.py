@@ -1,6 +1,7 @@
 """The federation of a configuration: its dataset, divided among its clients."""
 
 import functools
+from typing import Any
 
 from fedjax_mr import data
 from fedjax_mr.data import Dataset, FederatedData, divide
@@ -10,9 +11,15 @@ from fedjax_mr.experiment.config import Config, settings_of_row
 from fedjax_mr.experiment.pretrained import tokenizer_of
 
 
-def _names(columns: str | None) -> list[str]:
-    """The names in a setting, separated by commas."""
-    return [name.strip() for name in columns.split(",")] if columns else []
+def columns_of(config: Config) -> dict[str, Any]:
+    """The arguments of `data.load` that name columns of a CSV file. ``target`` is a list."""
+    names = lambda columns: [name.strip() for name in columns.split(",")] if columns else []
+    return {
+        "target": names(config.target),
+        "client": config.client_column,
+        "categorical": names(config.categorical),
+        "drop": names(config.drop_columns),
+    }
 
 
 def federated_data(config: Config, *, dataset: Dataset | None = None) -> FederatedData:
@@ -34,16 +41,7 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
         text_length=config.text_length,
     )
     if dataset is None:
-        columns = {name: _names(getattr(config, name)) for name in ("target", "categorical", "drop_columns")}
-        dataset = load(
-            config.dataset,
-            label_mode=config.label_mode,
-            task=config.task,
-            target=columns["target"],
-            client=config.client_column,
-            categorical=columns["categorical"],
-            drop=columns["drop_columns"],
-        )
+        dataset = load(config.dataset, label_mode=config.label_mode, task=config.task, **columns_of(config))
     elif config.task not in (None, dataset.task.name):
         raise UserError(f"task={config.task}, but the samples are for {dataset.task.name}: leave it out")
     federated = data.federate(
