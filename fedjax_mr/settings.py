@@ -86,7 +86,9 @@ class Info:
         if not self.needs:
             return True
         other, *wanted = self.needs
-        return values[other] in wanted if wanted else values[other] not in OFF
+        if not wanted:
+            return values[other] not in OFF
+        return not set(wanted).isdisjoint(str(values[other]).split(","))  # such as augment=crop_flip,cutmix
 
     def allowed(self) -> str:
         """The allowed range in words, or "" if there is no range."""

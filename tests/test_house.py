@@ -78,7 +78,8 @@ ONLY_IN = {
     "dp_accounting": {"channel.accounting"},
     "safetensors": {"models.pretrained"},
     "tokenizers": {"data.tokens"},
-    "datasets": {"data.sources.text"},
+    "datasets": {"data.sources.hf"},
+    "pyarrow": {"data.sources.hf"},
     "optuna": {"tune.studies"},
     "submitit": {"sweep.slurm"},
 }

@@ -1,7 +1,6 @@
 """Training of one client by local steps on the batches of its epochs, and the test of a model on samples."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +11,7 @@ import optax
 from fedjax_mr import trees
 from fedjax_mr.client import optimizers
 from fedjax_mr.client.optimizers import OPTIMIZERS, make_optimizer
-from fedjax_mr.client.samples import Array, ClientData, Samples, gather, validation
+from fedjax_mr.client.samples import Array, ClientData, Samples, are_tokens, gather, normalised, raw, validation
 from fedjax_mr.client.training import Training
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import platforms
@@ -21,13 +20,26 @@ from fedjax_mr.settings import check
 from fedjax_mr.tasks import Task
 
 
+class Mixture(NamedTuple):
+    """The targets of a batch in which another of its samples is mixed into each sample."""
+
+    y: jax.Array  # [B, ...] targets of the samples themselves
+    position: jax.Array | None  # [B] int32, their position among the client's samples
+    other: jax.Array  # [B] int32, position in the batch of the sample that is mixed into each
+    share: jax.Array  # [B] float32, share of each sample itself in 0..1
+
+
 class Batch(NamedTuple):
-    """B samples. ``mask`` is 1 for samples and 0 for the padding of a smaller last batch."""
+    """B samples. ``mask`` is 1 for samples and 0 for the padding of a smaller last batch.
+
+    With ``mixture``, ``x`` is mixed, and ``y`` and ``position`` are None, so that no loss forgets a half: see `mixed`.
+    """
 
     x: jax.Array  # [B, ...]
     y: jax.Array  # [B, ...] targets, [B] int32 for a class per sample
     mask: jax.Array  # [B] float32
     position: jax.Array | None = None  # [B] int32, position among the client's samples: 0..size-1
+    mixture: Mixture | None = None
 
 
 class Order(NamedTuple):
@@ -78,6 +90,14 @@ class LocalStep(NamedTuple):
     """carry -> the trained variables"""
 
 
+Change = Callable[[jax.Array, jax.Array], jax.Array]
+"""A function (key, raw images [B, ...]) -> raw images of the same shape."""
+Mix = Callable[[jax.Array, jax.Array], jax.Array]
+"""A function (key, raw samples x [B, ...]) -> how much of x is kept where another sample of the batch is mixed into it.
+
+The result broadcasts to x, for images [B, H, W, 1] or [1, H, W, 1]. Truth values cut out pixels. Numbers in 0..1 blend.
+"""
+
 STATIC = {"static": True}  # metadata of the fields of a pytree that are part of the program
 
 
@@ -96,8 +116,9 @@ class LocalSetting:
       max_size: upper bound of the number of samples of a client; set by the `Simulator`.
       steps: number of steps S per round of each client that has samples, in place of E epochs. Batches come from
         epochs in new random orders, of which the last may end early. None: E epochs.
-      augment: (key, raw images [B, ...]) -> raw images, applied to every batch before normalisation. Default: no
-        augmentation.
+      augment: changes the images of every batch before normalisation, see `Change`. Default: no augmentation.
+      mix: mixes the samples of every batch after ``augment``, and their losses by the same shares, see `Mix`. Default:
+        samples are not mixed.
       gradient: gradient of the loss in `sgd`. Default: `jax.value_and_grad`. Replace it to turn any method that trains
         with `train` into a sharpness-aware one.
       lr: learning rate.
@@ -112,7 +133,8 @@ class LocalSetting:
     batch_size: int = dataclasses.field(metadata=STATIC)
     max_size: int = dataclasses.field(default=0, metadata=STATIC)
     steps: int | None = dataclasses.field(default=None, metadata=STATIC)
-    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = dataclasses.field(default=None, metadata=STATIC)
+    augment: Change | None = dataclasses.field(default=None, metadata=STATIC)
+    mix: Mix | None = dataclasses.field(default=None, metadata=STATIC)
     gradient: Gradient | None = dataclasses.field(default=None, metadata=STATIC)
     lr: Any = None
     momentum: Any = None
@@ -182,7 +204,8 @@ def setting(
     epochs: int = Training.local_epochs,
     steps: int | None = Training.local_steps,
     batch_size: int = Training.batch_size,
-    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    augment: Change | None = None,
+    mix: Mix | None = None,
     schedule: Callable[[jax.Array], jax.Array] | None = None,
 ) -> LocalSetting:
     """The settings of the clients' training with a named optimizer. The defaults are those of `fmr.Config`.
@@ -201,6 +224,7 @@ def setting(
       steps: number of steps S per round, in place of epochs, whatever the sizes of the clients are. Default: epochs.
       batch_size: samples per step B.
       augment: see `LocalSetting`.
+      mix: see `LocalSetting`.
       schedule: factor of the learning rate by the number of the round, from 0: a function such as optax's schedules
         (``optax.cosine_decay_schedule(1.0, 300)``). Default: the learning rate is constant.
 
@@ -218,6 +242,7 @@ def setting(
         batch_size,
         steps=steps,
         augment=augment,
+        mix=mix,
         lr=lr,
         momentum=momentum if optimizers.has(optimizer, "momentum") and momentum else None,
         weight_decay=weight_decay or None,
@@ -263,7 +288,28 @@ def supervised(model: Model) -> Loss:
 
 def task_loss(model: Model, outputs: jax.Array, batch: Batch) -> jax.Array:
     """The mean loss of the task over the samples of a batch, for outputs [B, ...] of the network in training."""
-    return masked_mean(model.task.objective(outputs, batch.y, batch.mask), batch.mask)
+    return masked_mean(task_losses(model, outputs, batch), batch.mask)
+
+
+def task_losses(model: Model, outputs: jax.Array, batch: Batch) -> jax.Array:
+    """The loss of the task of each sample [B], for outputs [B, ...] of the network in training."""
+    return mixed(batch, lambda each: model.task.objective(outputs, each.y, each.mask))
+
+
+def mixed(batch: Batch, losses: Callable[[Batch], jax.Array]) -> jax.Array:
+    """The losses [B] of a batch that may be mixed: those of its own targets and of the others', by their shares.
+
+    The cross-entropy of a mixed target has the same value. A squared error has the same gradient.
+
+    Args:
+      batch: the batch.
+      losses: batch -> the loss of each sample [B], a function of ``y`` and ``position``.
+    """
+    if batch.mixture is None:
+        return losses(batch)
+    y, position, other, share = batch.mixture
+    of = lambda y, position: losses(batch._replace(y=y, position=position, mixture=None))
+    return share * of(y, position) + (1 - share) * of(y[other], None if position is None else position[other])
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -417,9 +463,36 @@ def _batch(setting: LocalSetting, data: ClientData, order: Order, number: jax.Ar
     start = number * setting.batch_size
     mine = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, setting.batch_size), order)
     mask = (start + jnp.arange(setting.batch_size, dtype=jnp.int32) < data.size).astype(jnp.float32)
-    change = None if setting.augment is None else functools.partial(setting.augment, jax.random.fold_in(key, 1))
     y = jnp.asarray(data.samples.y)[mine.row] if mine.y is None else mine.y
-    return Batch(gather(data.samples, mine.row, change=change), y, mask, mine.position)
+    x = raw(data.samples, mine.row)
+    if setting.augment is not None and not are_tokens(x):
+        x = setting.augment(jax.random.fold_in(key, 1), x)
+    batch = Batch(x, y, mask, mine.position)
+    if setting.mix is not None:
+        batch = _mix(setting.mix, batch, jax.random.fold_in(key, 3))  # Per-FedAvg uses 2
+    return batch._replace(x=normalised(data.samples, batch.x, mine.row))
+
+
+def _mix(mix: Mix, batch: Batch, key: jax.Array) -> Batch:
+    """The batch with another of its samples mixed into each. Consumes ``key``.
+
+    Raises:
+      UserError: the samples are tokens.
+    """
+    if are_tokens(batch.x):
+        raise UserError("mix= mixes pixels or numbers, but the samples are tokens: leave it out")
+    order_key, key = jax.random.split(key)
+    other = shuffle(order_key, jnp.sum(batch.mask).astype(jnp.int32), len(batch.mask))  # padding stays where it is
+    kept = mix(key, batch.x)
+    if kept.dtype == bool:
+        x = jnp.where(kept, batch.x, batch.x[other])
+    else:
+        x = kept * batch.x.astype(kept.dtype) + (1 - kept) * batch.x[other].astype(kept.dtype)
+    if kept.dtype == bool and batch.y.ndim > 2:  # a class per pixel is cut out with its pixel
+        return batch._replace(x=x, y=jnp.where(kept[..., 0], batch.y, batch.y[other]))
+    share = jnp.mean(kept.astype(jnp.float32), axis=tuple(range(1, kept.ndim)))
+    mixture = Mixture(batch.y, batch.position, other, jnp.broadcast_to(share, other.shape))
+    return Batch(x, None, batch.mask, mixture=mixture)  # type: ignore[arg-type]
 
 
 def _count(metrics: Metrics, loss: jax.Array, mask: jax.Array) -> Metrics:

@@ -48,11 +48,10 @@ def mutual_loss(models: Pair, weights: Pair, *, difference: Difference | None = 
         )
 
         def one(logits: jax.Array, other: jax.Array, weights: Weights) -> jax.Array:
-            supervised = task.objective(logits, batch.y, batch.mask)
+            supervised = local.task_losses(models.first, logits, batch)
             return weights.supervised * supervised + weights.mutual * apart(logits, jax.lax.stop_gradient(other))
 
-        task = models.first.task
-        apart = difference or task.divergence
+        apart = difference or models.first.task.divergence
         losses = one(first, second, weights.first) + one(second, first, weights.second)
         return local.masked_mean(losses, batch.mask), Pair(first_state, second_state)
 

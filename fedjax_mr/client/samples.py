@@ -108,19 +108,32 @@ def validation(data: ClientData) -> ClientData:
 
 
 def gather(samples: Samples, rows: jax.Array, *, change: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
-    """The network input for sample ``rows`` [B]: pixels after ``change`` and normalisation, tokens unchanged.
+    """The network input for sample ``rows`` [B]: pixels after ``change`` and normalisation, tokens unchanged."""
+    x = raw(samples, rows)
+    return normalised(samples, x if change is None or are_tokens(x) else change(x), rows)
 
-    A trigger is drawn after ``change``, so that an augmentation does not move it.
-    """
+
+def raw(samples: Samples, rows: jax.Array) -> jax.Array:
+    """The sample ``rows`` [B] as they are stored, without a trigger: [B, ...]."""
     x = jnp.asarray(samples.x)[rows]
-    if samples.shape is not None:
-        x = x.reshape(x.shape[:-2] + samples.shape)
-    if jnp.issubdtype(x.dtype, jnp.signedinteger):
+    return x if samples.shape is None else x.reshape(x.shape[:-2] + samples.shape)
+
+
+def normalised(samples: Samples, x: jax.Array, rows: jax.Array) -> jax.Array:
+    """The network input [B, ...] for raw samples x [B, ...], which are the ``rows`` [B] after an augmentation.
+
+    A trigger is drawn here, so that an augmentation does not move it.
+    """
+    if are_tokens(x):
         return x
-    x = x if change is None else change(x)
     x = x if samples.trigger is None else samples.trigger.drawn(x, rows)
     channels = (1,) * (x.ndim - 1) + samples.scale.shape
     return x.astype(jnp.float32) * samples.scale.reshape(channels) + samples.shift.reshape(channels)
+
+
+def are_tokens(x: jax.Array) -> bool:
+    """Whether samples are tokens, which are neither normalised nor augmented."""
+    return jnp.issubdtype(x.dtype, jnp.signedinteger)
 
 
 def backdoored(samples: Samples, rows: Array, target: int) -> Samples:

@@ -19,6 +19,7 @@ from fedjax_mr.data.sources import (
     diabetes,
     digits,
     flights,
+    hf,
     leaf,
     lung,
     masks,
@@ -101,7 +102,7 @@ SOURCES = Registry("dataset", "fmr.SOURCES", check_source, _OURS, row_of=_row_of
 
 
 FILES = {
-    "folder": Source(text.load_folder, text.TextLength),
+    "folder": Source(hf.load, text.TextLength),
     "table": Source(table.load, table.ColumnNames),
     "texts": Source(text.load_file, text.TextLength),
     "arrays": Source(arrays.load),
@@ -134,7 +135,7 @@ def source_of(name: str) -> Source:
 
 def _of_file(name: str) -> Source | None:
     """The source of a file or folder, by the form of its name. None if the name is that of a dataset."""
-    if name.startswith(text.FOLDER_PREFIX):
+    if name.startswith(hf.PREFIX):
         return FILES["folder"]
     if name.endswith(columns.SUFFIXES):
         return FILES["table"]
@@ -156,7 +157,7 @@ def load(
 
     Args:
       name: a name of `SOURCES`, a configuration such as ``emnist/letters``, the path of an .npz, .csv or .jsonl
-        file, or ``hf:`` and the path of a folder of Hugging Face's ``datasets``.
+        file, or ``hf:`` and the path of a folder of Hugging Face's ``datasets`` with texts or images.
       data_dir: the folder of the source's files. Default: depends on the source.
       offline: whether downloads are forbidden.
       tokenizer: a folder with the tokenizer of texts. Default: hashed words.

@@ -1,6 +1,7 @@
 """Data augmentation of a batch of images, inside the compiled step.
 
-A user adds one as ``fmr.AUGMENTATIONS["mine"] = fmr.Augmentation(build, Settings)``.
+A user adds one as ``fmr.AUGMENTATIONS["mine"] = fmr.Augmentation(build, Settings)``. One that mixes each image with
+another of the batch only says which pixels are kept: the client's training mixes the images and their losses.
 """
 
 import dataclasses
@@ -54,16 +55,65 @@ class CropFlip:
     )  # fmt: skip
 
 
+def cutmix(key: jax.Array, x: jax.Array, *, alpha: float, probability: float) -> jax.Array:
+    """Choose the box that each image gets from another image of the batch.
+
+    Yun et al.: CutMix, ICCV 2019. The box has the shape of the image and the share 1 - lambda of its area, with lambda
+    from Beta(alpha, alpha). Its centre is uniform, so the border may cut off a part of it. As in the paper, all images
+    of a batch have the same box.
+
+    Args:
+      key: consumed.
+      x: images [B, H, W, channels], of which only the shape counts.
+      alpha: of the Beta distribution.
+      probability: of a batch to be mixed.
+
+    Returns:
+      Which pixels are kept [1, H, W, 1] bool.
+    """
+    share_key, row_key, column_key, mixed_key = jax.random.split(key, 4)
+    # Beta(1, 1) is uniform, and compiles in a tenth of the time.
+    share = jax.random.uniform(share_key) if alpha == 1 else jax.random.beta(share_key, alpha, alpha)
+    side = jnp.where(jax.random.bernoulli(mixed_key, probability), jnp.sqrt(1 - share), 0.0)
+
+    def within(key: jax.Array, length: int) -> jax.Array:
+        """Which of the positions 0..length-1 the box covers [length]."""
+        centre, half = jax.random.randint(key, (), 0, length), (side * length).astype(jnp.int32) // 2
+        position = jnp.arange(length)
+        return (position >= centre - half) & (position < centre + half)
+
+    rows, columns = within(row_key, x.shape[1]), within(column_key, x.shape[2])
+    return ~(rows[None, :, None, None] & columns[None, None, :, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class CutMix:
+    """The settings of `cutmix`."""
+
+    cutmix_alpha: float = field(
+        1.0, "cutmix: alpha of the distribution Beta(alpha, alpha) of the share that an image keeps", low=0.01,
+        high=1000, source="Yun et al., ICCV 2019", group="Local training", needs=("augment", "cutmix"), static=True,
+    )  # fmt: skip
+    cutmix_probability: float = field(
+        1.0, "cutmix: probability that a batch is mixed", low=0, high=1, source="Yun et al.; their code for CIFAR: 0.5",
+        group="Local training", needs=("augment", "cutmix"), static=True,
+    )  # fmt: skip
+
+
 class Augmentation(NamedTuple):
     """A registered augmentation.
 
     Attributes:
-      build: settings -> ((key, raw images [B, H, W, channels]) -> images of the same shape and dtype).
+      build: settings -> a function of (key, raw images [B, H, W, channels]). It returns images of the same shape and
+        dtype, or if ``mixes``, how much of each pixel is kept ([B, H, W, 1] or [1, H, W, 1]): truth values cut, numbers
+        in 0..1 blend. Another image of the batch fills the rest, and has the rest of the loss.
       settings: the dataclass of its settings, or None.
+      mixes: whether it mixes the images of a batch.
     """
 
     build: Callable[[Any], Callable[[jax.Array, jax.Array], jax.Array]]
     settings: type | None = None
+    mixes: bool = False
 
 
 def check_row(name: str, row: Any) -> None:
@@ -77,7 +127,15 @@ def _crop_flip(settings: CropFlip) -> Callable[[jax.Array, jax.Array], jax.Array
     return functools.partial(crop_flip, pad=settings.augment_pad)
 
 
+@functools.cache
+def _cutmix(settings: CutMix) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return functools.partial(cutmix, alpha=settings.cutmix_alpha, probability=settings.cutmix_probability)
+
+
 AUGMENTATIONS = Registry(
-    "augmentation", "fmr.AUGMENTATIONS", check_row, {"crop_flip": Augmentation(_crop_flip, CropFlip)}
+    "augmentation",
+    "fmr.AUGMENTATIONS",
+    check_row,
+    {"crop_flip": Augmentation(_crop_flip, CropFlip), "cutmix": Augmentation(_cutmix, CutMix, mixes=True)},
 )
 """Every augmentation by its name."""

@@ -1,5 +1,6 @@
 """Decoded datasets in the user's cache folder, so that only the first run decodes the source."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -11,7 +12,9 @@ from absl import logging
 
 from fedjax_mr import files
 from fedjax_mr.data import npz
+from fedjax_mr.data.federated import Dataset
 from fedjax_mr.errors import UserError
+from fedjax_mr.tasks import of_facts
 
 FORMAT = 2  # to be incremented when a loader decodes differently
 
@@ -45,6 +48,19 @@ def cached(name: str, sources: Iterable[Path], build: Callable[[], dict[str, Any
     except (OSError, UserError) as error:  # a full disk must not stop a run
         logging.warning("the next run decodes %s again: %s", name, error)
     return values
+
+
+def cached_dataset(name: str, sources: Iterable[Path], build: Callable[[], Dataset]) -> Dataset:
+    """Read a dataset from the cache, or build it, see `cached`."""
+
+    def values() -> dict[str, Any]:
+        dataset = build()
+        fields = [each.name for each in dataclasses.fields(dataset)]
+        found = {each: value for each in fields if (value := getattr(dataset, each)) is not None}
+        return found | {"task": dataset.task.facts()}
+
+    found = cached(name, sources, values)
+    return Dataset(**found | {"task": of_facts(found["task"])})
 
 
 def _write(values: dict[str, Any], path: Path) -> None:

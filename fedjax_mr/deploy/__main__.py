@@ -64,6 +64,8 @@ def new(arguments: Sequence[str]) -> None:
             f"--server_data={setting.server_data}: there is no such file: create it first, with test_x and test_y, or "
             "correct the path"
         )
+    if samples.is_table(server_data):
+        samples.ServerSamples.read(server_data, config)
     run_dir = Path(config.run_dir or folder / "run").absolute()
     text = _app(folder.absolute().name, config, setting, run_dir=run_dir, server_data=server_data)
     try:
@@ -138,7 +140,8 @@ def _commands(folder: Path, config: Config, setting: ServerOptions, *, server_da
     # A client only runs code and reads weights that its operator names.
     code = f' import="{",".join(config.imports)}"' if config.imports else ""
     code += f' pretrained="{config.pretrained}"' if config.pretrained is not None else ""
-    file = lambda client: f"PATH/OF/CLIENT-{client}.npz" if setting.server_data else f"{data}/client-{client}.npz"
+    suffix = ".csv" if samples.is_table(server_data) else ".npz"
+    file = lambda client: f"PATH/OF/CLIENT-{client}{suffix}" if setting.server_data else f"{data}/client-{client}.npz"
     node = lambda client: f'client-id={client} data="{file(client)}" state="{folder.absolute()}/state-{client}"{code}'
     nodes = [
         f"{QUIET} flower-supernode --insecure --superlink 127.0.0.1:{PORT} --port {NODE_PORT + client} "

@@ -23,7 +23,7 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.channel import compression
 from fedjax_mr.deploy.protocol import common_versions, digest, disagreement, trusted_flags
-from fedjax_mr.deploy.samples import ClientSamples, ServerSamples
+from fedjax_mr.deploy.samples import ClientSamples, ServerSamples, is_table
 from fedjax_mr.deploy.server import check_deployable
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.node_config is not None:
         config = _config(options.app, own_code) if options.app else None
         findings += node(options.node_config, config.clients if config else None)
-    findings += samples_here(options.app, options.node_config or "")
+    findings += samples_here(options.app, options.node_config or "", own_code)
     if options.superlink:
         findings += superlink(options.superlink, options.root_certificates)
     for line in channel(options.app, own_code) if options.app else ():
@@ -147,21 +147,22 @@ def node(settings: str, clients: int | None = None) -> Iterator[Finding]:
         yield Finding("the server can compute this client's choices (choices=simulated)", "remove choices")
 
 
-def samples_here(folder: str | None, settings: str) -> Iterator[Finding]:
+def samples_here(folder: str | None, settings: str, own_code: str = "") -> Iterator[Finding]:
     """Check the files of samples that are on this machine, the client's against the server's if both are.
 
     Args:
       folder: folder of the app, or None.
       settings: the settings of a SuperNode, or "".
+      own_code: as in `app`.
     """
     server, client = _server_file(folder), Path(_settings(settings).get("data", ""))
     kind = None
     if server is not None and server.is_file():
         try:
-            kind = ServerSamples.read(server).facts
+            kind = ServerSamples.read(server, _config(folder or "", own_code)).facts
         except UserError as error:
             yield Finding(str(error), "write test_x and test_y into it, see docs/recipes/real_clients.md")
-    if client.is_file():
+    if client.is_file() and (kind is not None or not is_table(client)):  # the server's table prepares the client's
         try:
             ClientSamples.read(client, kind)
         except UserError as error:

@@ -6,6 +6,10 @@ A client's file is an .npz file with arrays ``x`` and ``y``, and optionally ``va
 normalisation and the task: either by ``facts``, which `divide` writes from a dataset for a trial, or by arrays with the
 names and the defaults of `from_arrays`, see `KIND`. ``num_classes`` is the width of the task, and ``target_mean``,
 ``target_std`` and so on are its other facts. Without them, numbers are standardised by the server's own targets.
+
+Both may be CSV files instead. The rows of the server's table define categories, medians, means and scales, which are
+sent to all clients, and the deployed model is tested on them. A client prepares its own rows with them; a column
+``split`` says which rows are for ``validation`` and ``test``.
 """
 
 import dataclasses
@@ -15,16 +19,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from absl import logging
 
 from fedjax_mr import files
-from fedjax_mr.data import FederatedData, from_arrays, npz
+from fedjax_mr.data import FederatedData, columns, from_arrays, from_table, npz
+from fedjax_mr.data.columns import Columns
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import Public
+from fedjax_mr.data.preparation import Preparation
+from fedjax_mr.data.sources.table import ColumnNames, targets_of
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.experiment.config import Config, settings_of_row
 from fedjax_mr.tasks import TASKS, Classification, Task, of_facts
 
 KIND = ("task", "num_classes", "mean", "std", "categories")
 _FACT = "target_"  # begins the names of arrays with facts of the task
+SPLIT, PARTS = "split", ("train", "validation", "test")  # a column of a client's table, and its values
+OTHER_UNIT = 20.0  # standard deviations between the means of two places, which more likely have other units
 
 
 class ClientSamples(NamedTuple):
@@ -49,6 +60,8 @@ class ClientSamples(NamedTuple):
         Raises:
           UserError: the file is missing or damaged, or its samples are not of the federation's kind.
         """
+        if is_table(path):
+            return cls._of_table(path, facts)
         arrays = _read(path)
         parts: list[np.ndarray] = []
         for before in ("", "validation_", "test_"):
@@ -62,6 +75,19 @@ class ClientSamples(NamedTuple):
         if not len(parts[1]):
             raise UserError(f"{path} holds no training samples")
         return cls(*parts)
+
+    @classmethod
+    def _of_table(cls, path: Path | str, facts: Facts | None) -> "ClientSamples":
+        """Read a client's CSV file and prepare its rows as those of the server's."""
+        if facts is None or facts.preparation is None:
+            raise UserError(f"{path} is a table, so the server's file must be one, too: it says how to prepare columns")
+        rows, preparation = columns.read(str(path), str(path)), facts.preparation
+        x, y = preparation.apply(rows, str(path)), targets_of(rows, preparation, facts.learned, str(path))
+        _tell_of_other_units(path, x, facts)
+        part = _parts_of(path, rows, preparation)
+        if not (part == PARTS[0]).any():
+            raise UserError(f"{path} holds no training samples")
+        return cls(*(each[part == name] for name in PARTS for each in (x, y)))
 
     def fingerprint(self) -> str:
         """A digest of all samples and labels; it is never sent."""
@@ -82,12 +108,23 @@ class ServerSamples(NamedTuple):
     divided: bool  # whether `divide` wrote the file, from the dataset and the partition of the flags
 
     @classmethod
-    def read(cls, path: Path | str) -> "ServerSamples":
+    def read(cls, path: Path | str, config: Config | None = None) -> "ServerSamples":
         """Read the server's file.
+
+        Args:
+          path: the file.
+          config: the configuration, which names the target and the categories of a CSV file.
 
         Raises:
           UserError: the file is missing or damaged, or its samples are not of the kind that it declares.
         """
+        if is_table(path):
+            config = config or Config()
+            names = settings_of_row(config, str(path), ColumnNames).arguments
+            if not names["target"]:
+                raise UserError(f"{path} is a table: name the column to predict, --target=COLUMN")
+            dataset = from_table(str(path), **names, task=config.task, test=str(path))
+            return cls(Facts.of(dataset), dataset.test_x, dataset.test_y, None, divided=False)
         arrays = _read(path)
         try:
             x, y = arrays["test_x"], arrays["test_y"]
@@ -102,6 +139,41 @@ class ServerSamples(NamedTuple):
                 public = Public(facts.samples(arrays["public_x"]), None)
         x, y = checked_samples(path, "test_", x, y, facts)
         return cls(facts, x, y, public, divided="facts" in arrays)
+
+
+def is_table(path: Path | str) -> bool:
+    """Whether a file of samples is one of comma-separated values, by its suffix."""
+    return str(path).endswith(columns.SUFFIXES)
+
+
+def _parts_of(path: Path | str, rows: Columns, preparation: Preparation) -> np.ndarray:
+    """The part of each row of a client's table [n]: train, validation or test. Default: train.
+
+    Raises:
+      UserError: a row has another part.
+    """
+    count = len(next(iter(rows.values())))
+    if SPLIT not in rows or SPLIT in (*preparation.columns, *preparation.target):
+        return np.full(count, PARTS[0])
+    part = columns.texts(rows[SPLIT])
+    wrong = ~np.isin(part.astype(str), PARTS)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise UserError(f"{path}: column {SPLIT!r} has {part[row]!r} in row {row}, but it is one of {', '.join(PARTS)}")
+    return part.astype(str)
+
+
+def _tell_of_other_units(path: Path | str, x: np.ndarray, facts: Facts) -> None:
+    """Warn of columns of numbers of a client's table [n, F] that may have another unit than the server's."""
+    assert facts.preparation is not None
+    usual = (np.broadcast_to(each, x.shape[1:]) for each in (facts.mean, facts.std))
+    columns = zip(facts.preparation.columns, facts.preparation.categories, x.T, *usual, strict=True)
+    for name, categories, values, mean, std in columns:
+        if not categories and abs(values.mean(dtype=np.float64) - mean) > OTHER_UNIT * std:
+            logging.warning(
+                "%s: column %r has a mean of %.4g, but the server's rows have %.4g +- %.2g: is the unit the same?",
+                path, name, values.mean(), mean, std,
+            )  # fmt: skip
 
 
 def _kind(path: Path | str, x: Any, y: Any, arrays: Mapping[str, np.ndarray]) -> Facts:

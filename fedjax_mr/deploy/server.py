@@ -58,8 +58,8 @@ class ServerOptions:
     )
     server_data: str | None = field(
         None,
-        "The server's .npz file: the test set, the public set if there is one, and the kind of all samples. Default: "
-        "data/server.npz in the app's folder",
+        "The server's .npz file: the test set, the public set if there is one, and the kind of all samples; or its CSV "
+        "file, with --target. Default: data/server.npz in the app's folder",
         path=True,
     )
 
@@ -141,7 +141,7 @@ def run(messenger: Messenger, config: Config, options: ServerOptions) -> Result:
     """Run a federation of real clients, or resume it, and return its result. See `serve`."""
     check_deployable(config)
     assert options.server_data is not None
-    samples = ServerSamples.read(options.server_data)
+    samples = ServerSamples.read(options.server_data, config)
     set_up_jax(devices=1, cohort_size=1)
     model = network_of(config, samples.facts)
     require_task(config.strategy, model.task)

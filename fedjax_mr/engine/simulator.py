@@ -353,7 +353,7 @@ class Simulator:
         local, networks = self.problem.local, self.model.networks
         registered = self._name if self._name in STRATEGIES else None
         rule = OPTIMIZERS[local.rule] if isinstance(local.rule, str) else local.rule
-        parts = [strategy, hyper, rule, local.augment, local.gradient, local.schedule]
+        parts = [strategy, hyper, rule, local.augment, local.mix, local.gradient, local.schedule]
         parts += [network.module for network in networks]
         task = self.model.task
         parts += [

@@ -64,6 +64,7 @@ _records = functools.partial(_evaluation, affects_results=False)
 class Config(
     Training,
     augment.CropFlip,
+    augment.CutMix,
     losses.Weighted,
     losses.Focal,
     losses.Smoothed,
@@ -100,8 +101,8 @@ class Config(
     # Each setting: default, help, range, and the source of the default. Without a source, the default is our choice.
     # fmt: off
     dataset: str = _data(
-        "digits", "Dataset by name, the path of a user's .npz or .jsonl file, or hf:FOLDER for a folder of Hugging "
-        "Face's datasets", names=SOURCES, path=True, short=True)
+        "digits", "Dataset by name, the path of a user's .npz, .csv or .jsonl file, or hf:FOLDER for a folder "
+        "of Hugging Face's datasets, texts or images", names=SOURCES, path=True, short=True)
     task: str | None = _data(
         None, "Task of the federation: a class per sample, several labels, numbers, a class per pixel, the next token, "
         "or the time of an event. If omitted, the task of the dataset", names=TASKS, compiled="", short=True)
@@ -210,7 +211,8 @@ class Config(
         None, "Loss in training, to which a method adds its own terms. Tests use that of the task. If omitted, that of "
         "the task", names=LOSSES, short=True)
     augment: str = _training(
-        "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), or none",
+        "none", "Augmentation of the training images: random crops and horizontal flips (crop_flip), boxes from other "
+        "images of the batch (cutmix), both (crop_flip,cutmix), or none",
         names=AUGMENTATIONS, source="KDD'24: none")
     precision: str = _training(
         "float32", "Number type of the forward and backward passes in the clients' training. Variables, losses, "
@@ -328,6 +330,11 @@ class Config(
     def networks(self) -> list[str]:
         """The names in ``model``."""
         return self.model.split(",")
+
+    @property
+    def augmentations(self) -> list[str]:
+        """The names in ``augment``."""
+        return [] if self.augment == "none" else self.augment.split(",")
 
     @property
     def metric_names(self) -> list[str]:

@@ -1,9 +1,10 @@
 """The federation of a configuration: its dataset, divided among its clients."""
 
-from fedjax_mr import data
+from fedjax_mr import data, registry
 from fedjax_mr.data import Dataset, FederatedData, divide
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import settings
 from fedjax_mr.experiment.config import Config, settings_of_row
 from fedjax_mr.experiment.pretrained import tokenizer_of
 
@@ -18,17 +19,18 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
     Raises:
       UserError: as in `data.load` and `data.federate`, or K is more than N.
     """
+    _check_source(config)
     seed = config.seed if config.partition_seed is None else config.partition_seed
 
     def load(name: str, task: str | None = None) -> Dataset:
-        settings = settings_of_row(config, name, data.source_of(name).settings)
+        owned = settings_of_row(config, name, data.source_of(name).settings)
         return data.load(
             name,
             data_dir=config.data_dir,
             offline=config.offline,
             tokenizer=tokenizer_of(config.pretrained),
             task=task,
-            **({} if settings is None else vars(settings)),
+            **({} if owned is None else vars(owned)),
         )
 
     if dataset is None:
@@ -57,3 +59,13 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
     if config.cohort > federated.num_clients:
         raise UserError(f"cohort={config.cohort} is more than the {federated.num_clients} clients of {dataset.name}")
     return federated
+
+
+def _check_source(config: Config) -> None:
+    """Check that no setting is one of another source than that of the dataset. Raises a UserError: one is."""
+    own = None if registry.is_supplied(config.dataset) else data.source_of(config.dataset).settings
+    owners = {row.settings for row in (*data.SOURCES.values(), *data.FILES.values()) if row.settings is not None}
+    for owner in owners - {own}:
+        for setting in settings.settings_of(owner) if issubclass(Config, owner) else ():
+            if (value := getattr(config, setting.name)) != setting.default:
+                raise UserError(f"{setting.name}={value} is no setting of dataset={config.dataset}: leave it out")

@@ -132,7 +132,7 @@ def local_setting(config: Config, dataset: Dataset) -> local.LocalSetting:
         epochs=config.local_epochs,
         steps=config.local_steps,
         batch_size=config.batch_size,
-        augment=augmentation(config, dataset),
+        **augmentations(config, dataset),
         schedule=schedule(
             config.lr_schedule,
             decay=config.lr_decay,
@@ -143,17 +143,25 @@ def local_setting(config: Config, dataset: Dataset) -> local.LocalSetting:
     )
 
 
-def augmentation(config: Config, dataset: Dataset) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """The augmentation of the training images: (key, images [B, ...]) -> images. None with ``augment="none"``.
+def augmentations(config: Config, dataset: Dataset) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
+    """The arguments ``augment`` and ``mix`` of `local.setting`. Without augmentation: none.
 
     Raises:
-      UserError: the samples are not images, or their targets are pixels, which would have to move with them.
+      UserError: the samples are not images, two augmentations are of the same kind, or one does not suit the task.
     """
-    if config.augment == "none":
-        return None
-    if dataset.x.ndim != 4:
-        raise UserError(f"augment={config.augment} requires images, but {dataset.name} has none: leave it out")
-    if "pixels" in dataset.task.provides:
-        raise UserError(f"augment={config.augment} would move the images but not their masks: leave it out")
-    row = AUGMENTATIONS[config.augment]
-    return row.build(configuration.settings_of_row(config, config.augment, row.settings))
+    found: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {}
+    for name in config.augmentations:
+        row, task = AUGMENTATIONS[name], dataset.task
+        if dataset.x.ndim != 4:
+            raise UserError(f"augment={name} requires images, but {dataset.name} has none: leave it out")
+        if "pixels" in task.provides and not row.mixes:
+            raise UserError(f"augment={name} would move the images but not their masks: leave it out")
+        if "risk" in task.provides and row.mixes:
+            raise UserError(f"augment={name} mixes two samples, but {task.name} compares their times: leave it out")
+        kind = "mix" if row.mixes else "augment"
+        if kind in found:
+            raise UserError(
+                f"augment={config.augment} has two that {'mix' if row.mixes else 'change'} images: name one"
+            )
+        found[kind] = row.build(configuration.settings_of_row(config, name, row.settings))
+    return found

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fedjax_mr import registry
 from fedjax_mr.channel import LINKS
 from fedjax_mr.client import optimizers
-from fedjax_mr.data import FILES, SOURCES, Dataset, is_file, source_of
+from fedjax_mr.data import SOURCES, Dataset, is_file
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports, settings
@@ -162,7 +162,6 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
     for setting, rows, name in _named(config):
         if name not in rows and name != setting.default and not setting.info.path and rows is not MODELS:
             raise unknown_name(rows.kind, name, {*rows, *([] if setting.default is None else [setting.default])})
-    _check_source(config)
     if config.server_optimizer not in ("none", *SERVER_OPTIMIZERS):
         raise unknown_name("server_optimizer", config.server_optimizer, ["none", *SERVER_OPTIMIZERS])
     for name in config.links.split(",") if config.links else ():
@@ -187,16 +186,6 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
     number, count = config.process_id, config.num_processes
     if number is not None and count is not None and number >= count:
         raise UserError(f"process_id={number} is not below num_processes={count}: processes count from 0")
-
-
-def _check_source(config: Config) -> None:
-    """Refuse settings of other sources than that of the dataset."""
-    own = None if registry.is_supplied(config.dataset) else source_of(config.dataset).settings
-    owners = {row.settings for row in (*SOURCES.values(), *FILES.values()) if row.settings is not None}
-    for owner in owners - {own}:
-        for setting in settings.settings_of(owner) if issubclass(Config, owner) else ():
-            if (value := getattr(config, setting.name)) != setting.default:
-                raise UserError(f"{setting.name}={value} is no setting of dataset={config.dataset}: leave it out")
 
 
 def _check_networks(config: Config, user_objects: UserObjects) -> None:

@@ -127,6 +127,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             batch_size=min(hyper.public_batch, count),
             max_size=count,
             augment=None,
+            mix=None,
         )
         model, _ = local.train(network, setting, memory.model, one_client(public), public_key, loss=collaborate)
 
@@ -136,11 +137,15 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         def learn(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            losses = network.task.objective(logits, batch.y, batch.mask)
-            for teacher in teachers:
-                distilled = divergence(jax.nn.log_softmax(logits), teacher[batch.position])
-                losses += choose(0.0, hyper.teachers) * distilled
-            return local.masked_mean(losses, batch.mask), state
+
+            def losses(batch):
+                losses = network.task.objective(logits, batch.y, batch.mask)
+                for teacher in teachers:
+                    distilled = divergence(jax.nn.log_softmax(logits), teacher[batch.position])
+                    losses += choose(0.0, hyper.teachers) * distilled
+                return losses
+
+            return local.masked_mean(local.mixed(batch, losses), batch.mask), state
 
         setting = problem.local.in_epochs(choose(hyper.private_epochs, problem.local.epochs))
         model, metrics = local.train(network, setting, model, data, key, loss=learn)

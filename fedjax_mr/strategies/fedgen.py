@@ -193,10 +193,12 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
             head = lambda z: network.head({"params": params, **state}, z)
             label_key, key, same_key = jax.random.split(key, 3)
-            same = jax.lax.stop_gradient(head(generate(received, batch.y, same_key)))
-            divergence = optax.losses.kl_divergence_with_log_targets(
-                jax.nn.log_softmax(logits), jax.nn.log_softmax(same)
-            )
+
+            def divergences(batch):
+                same = jax.lax.stop_gradient(head(generate(received, batch.y, same_key)))
+                return optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), jax.nn.log_softmax(same))
+
+            divergence = local.mixed(batch, divergences)
 
             labels = jax.random.randint(label_key, (hyper.batch_size,), 0, num_classes)
             generated = jnp.mean(cross_entropy(head(generate(received, labels, key)), labels))

@@ -133,7 +133,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
             target = ensemble[batch.position]
             if authors and has_logits:
                 gap = jnp.mean(jnp.square(jax.nn.softmax(logits / AUTHORS_TEMPERATURE) - target), axis=-1)
-                losses = 0.5 * small.task.objective(logits, batch.y, batch.mask) + 0.5 * AUTHORS_TEMPERATURE**2 * gap
+                losses = 0.5 * local.task_losses(small, logits, batch) + 0.5 * AUTHORS_TEMPERATURE**2 * gap
             elif has_logits:
                 losses = optax.losses.kl_divergence(jax.nn.log_softmax(logits), target)
             else:

@@ -56,8 +56,12 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         def loss(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            lowered = calibrated(logits, batch.y, margin=margin, tau=hyper.tau)
-            return local.task_loss(network, lowered, batch), state
+
+            def losses(batch):
+                lowered = calibrated(logits, batch.y, margin=margin, tau=hyper.tau)
+                return network.task.objective(lowered, batch.y, batch.mask)
+
+            return local.masked_mean(local.mixed(batch, losses), batch.mask), state
 
         return local.train(network, problem.local, received, data, key, loss=loss)
 

@@ -94,7 +94,11 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def on_public(epochs: Any) -> local.LocalSetting:
         """Local settings for public data; the number of epochs may be traced."""
         return dataclasses.replace(
-            problem.local.in_epochs(epochs), batch_size=min(hyper.digest_batch, count), max_size=count, augment=None
+            problem.local.in_epochs(epochs),
+            batch_size=min(hyper.digest_batch, count),
+            max_size=count,
+            augment=None,
+            mix=None,
         )
 
     def draw(key):
@@ -113,7 +117,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         def loss(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            supervised = network.task.objective(logits, batch.y, batch.mask)
+            supervised = local.task_losses(network, logits, batch)
             target = payload["consensus"][batch.position % subset]
             digested = difference(network.task, logits, target, kind=hyper.digest_loss)
             return local.masked_mean(choose(supervised, digested), batch.mask), state

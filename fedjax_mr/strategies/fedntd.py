@@ -58,10 +58,14 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     def train(received, data, key):
         def loss(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            supervised = network.task.objective(logits, batch.y, batch.mask)
             teacher = network.apply(received, batch.x)
-            distilled = not_true_divergence(teacher, logits, batch.y, hyper.temperature)
-            return local.masked_mean(supervised + weight * distilled, batch.mask), state
+
+            def losses(batch):
+                supervised = network.task.objective(logits, batch.y, batch.mask)
+                distilled = not_true_divergence(teacher, logits, batch.y, hyper.temperature)
+                return supervised + weight * distilled
+
+            return local.masked_mean(local.mixed(batch, losses), batch.mask), state
 
         return local.train(network, problem.local, received, data, key, loss=loss)
 

@@ -51,7 +51,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         def loss(params, state, batch, key):
             z, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key, method="features")
             logits, state = network.train_apply(params, state, z, mask=batch.mask, key=key, method="head")
-            supervised = network.task.objective(logits, batch.y, batch.mask)
+            supervised = local.task_losses(network, logits, batch)
 
             vectors = lambda z: z.reshape(len(z), -1)  # one per sample, also if it has one per pixel or token
             near = cosine(vectors(z), vectors(network.features(received, batch.x)))

@@ -311,9 +311,13 @@ def build(
         def loss(params, state, batch, key):
             z, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key, method="features")
             logits, state = network.train_apply(params, state, z, mask=batch.mask, key=key, method="head")
-            supervised = network.task.objective(logits, batch.y, batch.mask)
-            far = jnp.mean(jnp.square(z.reshape(-1, width) - prototypes[batch.y]), axis=1)
-            return local.masked_mean(supervised + hyper.strength * known[batch.y] * far, batch.mask), state
+
+            def losses(batch):
+                supervised = network.task.objective(logits, batch.y, batch.mask)
+                far = jnp.mean(jnp.square(z.reshape(-1, width) - prototypes[batch.y]), axis=1)
+                return supervised + hyper.strength * known[batch.y] * far
+
+            return local.masked_mean(local.mixed(batch, losses), batch.mask), state
 
         model, metrics = local.train(network, problem.local, memory, data, key, loss=loss)
         means, counts = class_means(

@@ -1,4 +1,4 @@
-"""Texts: tokens, the sentences of vaderSentiment, JSON Lines, folders of datasets, and partitions by domain."""
+"""Texts: tokens, the sentences of vaderSentiment, JSON Lines, and partitions by domain."""
 
 # ruff: noqa: RUF001 (letters of other scripts that look like Latin ones)
 import dataclasses
@@ -8,9 +8,7 @@ import io
 import json
 import os
 import re
-import sys
 import tarfile
-import types
 import unicodedata
 
 import numpy as np
@@ -330,85 +328,6 @@ def test_missing_file(tmp_path):
         data.load(str(tmp_path / "mine.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("features", "missing", "remedy"),
-    [
-        ({"image": "Image", "label": "ClassLabel"}, "text", "only texts are read from hf: folders, so pass images and"),
-        ({"image": "Image", "file": "string"}, "text", "pass images and numbers as arrays: fmr.from_arrays(x, y)"),
-        ({"x": "float32"}, "text", "only texts are read"),
-        ({"sentence": "string", "label": "int64"}, "text", "rename one: dataset.rename_column('sentence', 'text')"),
-        ({"title": "string", "body": "large_string"}, "text", "rename one: dataset.rename_column(OLD, 'text')"),
-        ({"text": "string", "stars": "ClassLabel"}, "label", "rename one: dataset.rename_column('stars', 'label')"),
-        ({"text": "string", "stars": "int64"}, "label", "rename one: dataset.rename_column(OLD, 'label')"),
-    ],
-)
-def test_the_remedy_for_a_missing_column_fits_the_other_columns(features, missing, remedy):
-    value = lambda kind: type(
-        "Value" if kind[0].islower() else kind, (), {"dtype": kind if kind[0].islower() else "dict"}
-    )
-    assert remedy in text._remedy({name: value(kind)() for name, kind in features.items()}, missing)
-
-
-@pytest.mark.parametrize(
-    ("parts", "warning"),
-    [
-        (["train", "test"], ""),
-        (["train", "validation", "test"], "only train and test are read, not validation\n"),
-        (["train", "dev", "more"], "not dev, more; to test on dev, rename it: parts['test'] = parts.pop('dev')"),
-        ([1], ""),
-    ],
-)
-def test_unused_parts_of_a_folder_are_named(tmp_path, caplog, parts, warning):
-    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": parts}))
-    text._tell_of_unused_parts(tmp_path)
-    assert warning in caplog.text and bool(caplog.text) == bool(warning)
-
-
-def test_folder_of_datasets(tmp_path, caplog):
-    datasets = pytest.importorskip("datasets")
-    columns = {name: [line[name] for line in rows(20)] for name in ("text", "label", "client")}
-    whole = datasets.Dataset.from_dict(columns).cast_column("label", datasets.ClassLabel(num_classes=4))
-    datasets.DatasetDict(whole.train_test_split(6, seed=0)).save_to_disk(str(tmp_path / "parts"))
-    dataset = data.load(f"hf:{tmp_path / 'parts'}", text_length=4)
-    assert (dataset.x.shape, dataset.test_x.shape, dataset.num_classes) == ((14, 4), (6, 4), 4)
-    assert dataset.client_names == ("0", "1") and dataset.test_client is not None
-    train, test = whole.select(range(14)), whole.select(range(14, 20)).remove_columns("client")
-    datasets.DatasetDict(train=train, test=test).save_to_disk(str(tmp_path / "without"))
-    dataset = data.load(f"hf:{tmp_path / 'without'}", text_length=4)
-    assert dataset.client_names == ("0", "1") and dataset.test_client is None and len(dataset.test_x) == 6
-    datasets.DatasetDict(train=train, test=test.rename_column("text", "s")).save_to_disk(str(tmp_path / "other"))
-    with pytest.raises(UserError, match=r"other \(test\) has the columns s, label, but text is needed; rename one"):
-        data.load(f"hf:{tmp_path / 'other'}")
-    whole.remove_columns("label").save_to_disk(str(tmp_path / "unlabelled"))
-    assert data.load(f"hf:{tmp_path / 'unlabelled'}", text_length=4, task="language").y.shape == (16, 4)
-    datasets.DatasetDict(train=train, test=test, validation=test).save_to_disk(str(tmp_path / "three"))
-    for _ in range(2):  # also from the cache
-        caplog.clear()
-        assert len(data.load(f"hf:{tmp_path / 'three'}").test_y) == 6
-        assert "three: only train and test are read, not validation" in caplog.text
-    hidden = test.remove_columns("label").add_column("label", [-1] * 6)
-    datasets.DatasetDict(train=train, test=hidden).save_to_disk(str(tmp_path / "hidden"))
-    with pytest.raises(
-        UserError, match=r"-1 marks samples without a label, and all are -1: pass labelled test samples"
-    ):
-        data.load(f"hf:{tmp_path / 'hidden'}")
-    labels = whole.remove_columns("label").add_column("label", ["good", "bad"] * 10)
-    labels.save_to_disk(str(tmp_path / "labels"))
-    with pytest.raises(UserError, match=r"has labels as texts: use dataset.class_encode_column\('label'\)"):
-        data.load(f"hf:{tmp_path / 'labels'}")
-    names = ["a", None] * 10
-    whole.remove_columns("client").add_column("client", names).save_to_disk(str(tmp_path / "missing"))
-    with pytest.raises(
-        UserError, match=r"missing \(train\): client: 10 of 20 are missing \(the first is None in row 1\)"
-    ):
-        data.load(f"hf:{tmp_path / 'missing'}")
-    whole.rename_column("text", "sentence").save_to_disk(str(tmp_path / "one"))
-    with pytest.raises(UserError, match=r"has the columns sentence, label, client, but text is needed; rename one"):
-        data.load(f"hf:{tmp_path / 'one'}")
-    with pytest.raises(UserError, match=r"is no folder of datasets.save_to_disk"):
-        data.load(f"hf:{tmp_path}")
-
-
 def test_a_small_file_that_decompresses_to_very_much_is_refused(tmp_path, monkeypatch):
     """A line of 64 MiB and a content of 8 GiB are the bounds; here they are smaller."""
     monkeypatch.setattr(untrusted.lines, "__kwdefaults__", {"max_line": 1 << 10, "max_total": 1 << 12})
@@ -453,32 +372,3 @@ def test_a_tokenizer_that_fails_or_numbers_beyond_its_vocabulary_is_one_line(ids
     with pytest.raises(UserError) as caught:
         tokens.encode(["a"], tokenizer="folder")
     assert part in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_changed_description_of_a_folder_of_datasets_is_read_again_and_any_failure_is_one_line(
-    tmp_path, monkeypatch, cache_folder
-):
-    """The JSON files name the classes; a cache of the Arrow files alone would keep the old ones."""
-
-    class Part:
-        column_names = ("text", "label")
-
-        def __getitem__(self, name):
-            return {"text": list("abcdefghij"), "label": [0, 1] * 5}[name]
-
-        @property
-        def features(self):
-            return {"label": types.SimpleNamespace(num_classes=json.loads((tmp_path / "info.json").read_text()))}
-
-    def load(path):
-        if not (tmp_path / "info.json").exists():
-            raise TypeError("a traceback of Arrow")
-        return Part()
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_from_disk=load))
-    with pytest.raises(UserError, match=r"is no folder of datasets.save_to_disk"):
-        data.load(f"hf:{tmp_path}")
-    (tmp_path / "data.arrow").write_bytes(b"x")
-    for classes in (2, 30):
-        (tmp_path / "info.json").write_text(str(classes))
-        assert data.load(f"hf:{tmp_path}").num_classes == classes

@@ -43,14 +43,16 @@ def test_the_files_of_samples_are_opened(tmp_path, capsys):
     good = write(tmp_path / "good.npz")
     settings = lambda path: f"client-id=0 data={path} state={tmp_path}"
     assert not [*check.samples_here(str(app), settings(good))]
-    (tmp_path / "table.csv").write_text("1,2\n")
+    for name in ("table.csv", "text.npz"):
+        (tmp_path / name).write_text("1,2\n3,4\n")
     beside_the_server = (
         (write(tmp_path / "wide.npz", numbers=5), "[30, 5]"),
         (write(tmp_path / "label.npz", largest=7), "labels from 0 to 1"),
+        (tmp_path / "table.csv", "is a table, so the server's file must be one, too"),
     )
     alone = (
         (write(tmp_path / "names.npz", x="samples"), "needs arrays x and y"),
-        (tmp_path / "table.csv", "cannot be read"),
+        (tmp_path / "text.npz", "cannot be read"),
     )
     cases = [(str(app), *case) for case in (*beside_the_server, *alone)] + [(None, *case) for case in alone]
     for folder, path, words in cases:

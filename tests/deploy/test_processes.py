@@ -435,3 +435,22 @@ def posted(one: Trial, port: int, path: str) -> str:
     ):
         secured.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
         return secured.recv(4096).decode(errors="replace")
+
+
+def test_hospitals_with_tables(tmp_path):
+    """CSV files of two clients, prepared as the server's."""
+    random = np.random.default_rng(0)
+    for name in ("agreed", "hospital-0", "hospital-1"):
+        ages = random.normal(60, 9, 60)
+        rows = [f"{age:.0f},{random.choice(['f', 'm'])},{'ill' if age > 60 else 'well'}" for age in ages]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["age,sex,outcome", *rows]) + "\n")
+    told = "--model=mlp_table --strategy=fedmr --clients=2 --cohort=2 --rounds=3 --target=outcome"
+    assert main(["new", f"{tmp_path}/fed", f"--server_data={tmp_path}/agreed.csv", *told.split()]) == 0
+    with deployment.federation(tmp_path) as one:
+        one.superlink()
+        for client in range(2):
+            own = {"data": f"{tmp_path}/hospital-{client}.csv", "state": f"{tmp_path}/state-{client}"}
+            one.supernode(client, {"client-id": client, **own})
+        assert one.finish(one.run("fed", name="run"), 1500, name="run") == "finished:completed", one.log("run")
+    saved = fmr.load(tmp_path / "fed" / "run")
+    assert saved.samples.preparation.class_names == ("ill", "well") and saved.rows[-1]["accuracy"] > 0.6

@@ -46,12 +46,10 @@ def from_images(
     parts = [_files(files.expand_home(os.fspath(each)), clients) for each in (folder, *([test] if test else []))]
     class_names = sorted({path.parent.name for part in parts for path in part})
     number = {each: code for code, each in enumerate(class_names)}
-    images = [[_image(path, resize) for path in part] for part in parts]
-    grey = all(image.mode in GREY for part in images for image in part)
+    images = {str(path): opened(path, str(path), resize) for part in parts for path in part}
+    pixels = stacked(images, "pass resize=(height, width)")
     arguments: dict[str, Any] = {}
-    for suffix, part, loaded in zip(("", "_test"), parts, images, strict=False):
-        _refuse_other_sizes(parts[0] + part, images[0] + loaded)
-        x = np.stack([np.asarray(image.convert("L" if grey else "RGB")) for image in loaded])
+    for suffix, part, x in zip(("", "_test"), parts, np.split(pixels, [len(parts[0])]), strict=False):
         arguments |= {f"x{suffix}": x, f"y{suffix}": np.array([number[path.parent.name] for path in part])}
         if clients:
             arguments[f"client{suffix}"] = [path.parent.parent.name for path in part]
@@ -77,25 +75,43 @@ def _files(folder: Path, clients: bool) -> list[Path]:
     return found
 
 
-def _image(path: Path, resize: tuple[int, int] | None) -> Any:
-    """An image, upright and in the wanted size."""
+def opened(source: Any, name: str, resize: tuple[int, int] | None = None) -> Any:
+    """An image of 8 bits, upright and in the wanted size.
+
+    Args:
+      source: its file, or an object with its bytes.
+      name: where it comes from, for errors.
+      resize: see `from_images`.
+
+    Raises:
+      UserError: it is damaged, or has other pixels.
+    """
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as opened:
-            image = ImageOps.exif_transpose(opened)  # cameras store the direction of the picture beside it
+        with Image.open(source) as file:
+            image = ImageOps.exif_transpose(file)  # cameras store the direction of the picture beside it
             image.load()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} is no readable image ({' '.join(str(error).split())[:120]})") from None
+        raise UserError(f"{name} is no readable image ({' '.join(str(error).split())[:120]})") from None
     if image.mode not in EIGHT_BITS:
-        raise UserError(f"{path} has pixels of kind {image.mode}, not bytes: scale them to 0..255, or use from_arrays")
+        raise UserError(f"{name} has pixels of kind {image.mode}, not bytes: scale them to 0..255, or use from_arrays")
     if image.mode in ("P", "PA"):  # a palette cannot be resized
         image = image.convert("RGB")
     return image if resize is None else image.resize((resize[1], resize[0]), Image.Resampling.BILINEAR)
 
 
-def _refuse_other_sizes(paths: list[Path], images: list[Any]) -> None:
-    for path, image in zip(paths, images, strict=True):
-        if image.size != images[0].size:
-            sizes = [f"{each.size[1]} x {each.size[0]}" for each in (images[0], image)]
-            raise UserError(f"{paths[0]} has {sizes[0]} pixels, but {path} has {sizes[1]}: pass resize=(height, width)")
+def stacked(images: dict[str, Any], remedy: str) -> np.ndarray:
+    """Images by their names as bytes [M, H, W, 1] if all are grey, else [M, H, W, 3].
+
+    Raises:
+      UserError: their sizes differ; ends with ``remedy``.
+    """
+    (first, one), *_ = images.items()
+    for name, image in images.items():
+        if image.size != one.size:
+            sizes = [f"{each.size[1]} x {each.size[0]}" for each in (one, image)]
+            raise UserError(f"{first} has {sizes[0]} pixels, but {name} has {sizes[1]}: {remedy}")
+    grey = all(image.mode in GREY for image in images.values())
+    pixels = np.stack([np.asarray(image.convert("L" if grey else "RGB")) for image in images.values()])
+    return pixels[..., None] if grey else pixels

@@ -44,6 +44,16 @@ class ColumnNames:
         None, "Columns of a CSV file that are not used, separated by commas", group="Data", compiled="no")
     # fmt: on
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `from_table` that name columns."""
+        return {
+            "target": _names(self.target),
+            "client": self.client_column,
+            "categorical": _names(self.categorical),
+            "drop": _names(self.drop_columns),
+        }
+
 
 def _names(columns: str | Sequence[str] | None) -> tuple[str, ...]:
     """The names in a setting."""
@@ -56,21 +66,14 @@ def load(request: DataRequest) -> Dataset:
     Raises:
       UserError: no target is named, or as in `from_table`.
     """
-    targets = _names(request.settings.target)
-    if not targets:
+    columns = request.settings.arguments
+    if not columns["target"]:
         names = ", ".join(list(table_columns.read(request.name, request.name))[:20])
         raise UserError(
             f"{request.name} is a table: name the column to predict, --target=COLUMN or from_table(file, COLUMN); it "
             f"has {names}"
         )
-    return from_table(
-        request.name,
-        targets[0] if len(targets) == 1 else targets,
-        task=request.task,
-        client=request.settings.client_column,
-        categorical=_names(request.settings.categorical),
-        drop=_names(request.settings.drop_columns),
-    )
+    return from_table(request.name, task=request.task, **columns)
 
 
 def from_table(
@@ -208,6 +211,50 @@ def _targets(
     Raises:
       UserError: a target is missing, is no number although the task needs one, or all targets are the same.
     """
+    _refuse_missing(rows, targets, kind, where)
+    if issubclass(kind, Classification):
+        return _classes(rows[targets[0]], f"{where}: target column {targets[0]!r}", chosen=chosen)
+    y = _numbers(rows, targets, kind, where)
+    for name, values in zip(targets, y.T, strict=True):
+        different = np.unique(values[values >= 0 if issubclass(kind, Multilabel) else np.isfinite(values)])
+        all_events = issubclass(kind, Survival) and name == targets[1] and different.tolist() == [1]
+        if len(different) < 2 and not all_events:
+            value = "no value" if not len(different) else f"the value {different[0]:g}"
+            raise UserError(f"{where}: target column {name!r} has {value} in every row: there is nothing to learn")
+    return y, ()
+
+
+def targets_of(rows: Columns, preparation: Preparation, task: Task, where: str) -> np.ndarray:
+    """The targets [n, ...] of further rows of a table, such as those of one client, which may have one class only.
+
+    Args:
+      rows: the columns, see `columns.read`.
+      preparation: names the columns of the target, and the classes.
+      task: the task.
+      where: name of the rows in errors.
+
+    Raises:
+      UserError: a column or a target is missing, a class is not one of the preparation, or the task needs numbers.
+    """
+    table_columns.select(rows, preparation.target, where, "the target")
+    _refuse_missing(rows, preparation.target, type(task), where)
+    if isinstance(task, Classification):
+        (name,), names = preparation.target, table_columns.texts(rows[preparation.target[0]])
+        y = table_columns.codes(names, preparation.class_names).astype(np.int32)
+        if (y < 0).any():
+            row = int(np.argmax(y < 0))
+            raise UserError(
+                f"{where}: target column {name!r} has {names[row]!r} in row {row}, but the classes are "
+                f"{', '.join(preparation.class_names)}"
+            )
+    else:
+        y = _numbers(rows, preparation.target, type(task), where)
+    task.check(np.zeros((len(y), 1)), y, where)
+    return y
+
+
+def _refuse_missing(rows: Columns, targets: tuple[str, ...], kind: type[Task], where: str) -> None:
+    """Check that targets are there. Raises a UserError: one is missing, and the task has no unknown targets."""
     for name in targets:
         absent = table_columns.missing(rows[name])
         if absent.any() and not issubclass(kind, Multilabel):
@@ -215,19 +262,20 @@ def _targets(
                 f"{where}: the target is missing in {absent.sum()} of {len(absent)} rows (the first is row "
                 f"{int(np.argmax(absent))} of column {name!r}): remove these rows"
             )
-    if issubclass(kind, Classification):
-        return _classes(rows[targets[0]], f"{where}: target column {targets[0]!r}", chosen=chosen)
+
+
+def _numbers(rows: Columns, targets: tuple[str, ...], kind: type[Task], where: str) -> np.ndarray:
+    """Targets that are numbers [M, C], or labels, -1 where they are unknown.
+
+    Raises:
+      UserError: a target is no number, or a label is not 0 or 1.
+    """
     found = []
     for name in targets:
         column = f"{where}: target column {name!r}"
         values = table_columns.numbers(rows[name], column)
         if values is None:
             raise UserError(f"{column} has texts, but {kind.name} needs numbers{_remedy(kind)}")
-        different = np.unique(values[~np.isnan(values)])
-        all_events = issubclass(kind, Survival) and name == targets[1] and different.tolist() == [1]
-        if len(different) < 2 and not all_events:
-            value = "no value" if not len(different) else f"the value {different[0]:g}"
-            raise UserError(f"{column} has {value} in every row: there is nothing to learn")
         found.append(values)
     y = np.stack(found, axis=1)
     if issubclass(kind, Multilabel):
@@ -237,8 +285,8 @@ def _targets(
             raise UserError(
                 f"{where}: target column {targets[place]!r} has {y[row, place]:g} in row {row}{_remedy(kind)}"
             )
-        return y.astype(np.int32), ()
-    return y.astype(np.float32), ()
+        return y.astype(np.int32)
+    return y.astype(np.float32)
 
 
 def _remedy(kind: type[Task]) -> str:

@@ -1,4 +1,4 @@
-"""Labelled texts: the sentences of vaderSentiment, JSON Lines files, and folders of Hugging Face's ``datasets``.
+"""Labelled texts: the sentences of vaderSentiment, and JSON Lines files.
 
 Texts become token numbers once; the result is in the cache. `sentiment` has the 23,703 sentences with human ratings of
 Hutto and Gilbert, "VADER: a parsimonious rule-based model for sentiment analysis of social media text" (ICWSM 2014), in
@@ -21,20 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import logging
 
 from fedjax_mr import files, untrusted
 from fedjax_mr.data import tokens
-from fedjax_mr.data.cache import cached
+from fedjax_mr.data.cache import cached_dataset
 from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.data.values import ids
 from fedjax_mr.errors import UserError
 from fedjax_mr.settings import field
-from fedjax_mr.tasks import Classification, Language, of_facts
+from fedjax_mr.tasks import Classification, Language
 from fedjax_mr.tasks.language import IGNORED
 
-FOLDER_PREFIX = "hf:"  # of the path of a folder that `datasets` has written
 SUFFIXES = (".jsonl", ".jsonl.gz")
 FORMAT = 3  # to be incremented when words, clients or domains are read differently: part of the names of cached texts
 
@@ -124,25 +122,19 @@ def _next_tokens(x: np.ndarray) -> np.ndarray:
     return np.where(x[:, 1:] == 0, IGNORED, x[:, 1:]).astype(np.int32)
 
 
-def _cached(name: str, request: DataRequest, sources: list[Path], read: Callable[[], dict[str, Any]]) -> Dataset:
+def cached_texts(
+    name: str, request: DataRequest, sources: Sequence[Path], read: Callable[[], dict[str, Any]]
+) -> Dataset:
     """The dataset of the arguments of `from_texts` that ``read`` returns."""
     length = request.settings.text_length
-    arguments = {"tokenizer": request.tokenizer, "length": length, "task": request.task}
+    options = {"tokenizer": request.tokenizer, "length": length, "task": request.task}
     if request.tokenizer is not None and (file := Path(request.tokenizer) / tokens.TOKENIZER).is_file():
         sources = [*sources, file]
     unit = "words" if request.tokenizer is None else "tokens"
     kind = f"text{FORMAT}-{name}-{length}-{unit}"
     kind += "" if request.task in (None, Classification.name) else f"-{request.task}"
 
-    def build() -> dict[str, Any]:
-        dataset = from_texts(**read(), **arguments, name=name)
-        fields = [each.name for each in dataclasses.fields(dataset)]
-        values = {each: value for each in fields if (value := getattr(dataset, each)) is not None}
-        return values | {"task": dataset.task.facts()}
-
-    values = cached(kind, sources, build)
-    values["task"] = of_facts(values["task"])
-    return Dataset(**values)
+    return cached_dataset(kind, sources, lambda: from_texts(**read(), **options, name=name))
 
 
 # ---- Sentences of vaderSentiment
@@ -172,7 +164,7 @@ def sentiment(request: DataRequest) -> Dataset:
             "client": [f"{domain}/{each}" if each else "" for domain, each in zip(domains, documents, strict=True)],
         }
 
-    return _cached("sentiment", request, [path], read)
+    return cached_texts("sentiment", request, [path], read)
 
 
 def _how_to(folder: str) -> str:
@@ -232,7 +224,7 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
     return file.read()
 
 
-# ---- Files and folders of users
+# ---- Files of users
 
 
 def load_file(request: DataRequest) -> Dataset:
@@ -260,109 +252,41 @@ def load_file(request: DataRequest) -> Dataset:
 
         def columns(rows: list[dict[str, Any]]) -> dict[str, list]:
             optional = [each for each in ("client", "domain") if any(each in row for row in rows)]
-            kinds = {"text": str} | _labels(request, int) | dict.fromkeys(optional, object)
+            kinds = {"text": str} | labels(request, int) | dict.fromkeys(optional, object)
             return {each: [_value(path, row, each, kind) for row in rows] for each, kind in kinds.items()}
 
-        return _arguments(path, columns(parts["train"]), columns(parts["test"]))
+        return arguments(path, columns(parts["train"]), columns(parts["test"]), ARGUMENTS)
 
-    return _cached(path.name.partition(".")[0], request, [path], read)
+    return cached_texts(path.name.partition(".")[0], request, [path], read)
 
 
-def _labels(request: DataRequest, kind: Any = None) -> dict[str, Any]:
+def labels(request: DataRequest, kind: Any = None) -> dict[str, Any]:
     """The column of labels, which a language model does not need."""
     return {} if request.task == Language.name else {"label": kind}
 
 
-def load_folder(request: DataRequest) -> Dataset:
-    """Read a folder written by ``save_to_disk`` of Hugging Face's ``datasets``: a dataset, or parts train and test.
+ARGUMENTS = {"text": "texts", "label": "labels"}
 
-    Columns: text, label, and optionally client and domain. The test part may lack client.
 
-    Raises:
-      UserError: the package is missing, the folder is none of ``datasets``, or it has other parts or columns.
+def arguments(path: Path, train: dict[str, Any], test: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The arguments of `from_texts` or `from_arrays` for the columns of training and test samples; no test is {}.
+
+    Args:
+      path: where they come from, for errors.
+      train: the columns of the training samples.
+      test: the columns of the test samples.
+      names: the arguments that differ from their columns.
     """
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise UserError(f"{request.name} needs datasets: pip install 'fedjax-mr[hf]'") from None
-    path = files.expand_home(request.name.removeprefix(FOLDER_PREFIX))
 
-    def read() -> dict[str, Any]:
-        try:
-            loaded: Any = datasets.load_from_disk(str(path))
-        except Exception as error:  # the parsers of JSON and Arrow raise many kinds
-            raise UserError(f"{path} is no folder of datasets.save_to_disk ({_brief(error)})") from None
-        parts = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
-        if "train" not in parts:
-            raise UserError(f"{path} has the parts {', '.join(parts)}, but a part train is needed")
-        used = {each: parts[each] for each in ("train", "test") if each in parts}
-
-        def columns(name: str) -> dict[str, list]:
-            has = used[name].column_names
-            if missing := [each for each in ("text", *_labels(request)) if each not in has]:
-                where, remedy = f"{path} ({name})", _remedy(used[name].features, missing[0])
-                raise UserError(f"{where} has the columns {', '.join(has)}, but {missing[0]} is needed; {remedy}")
-            if any(_type(used[name].features[each]) in _TEXTS for each in _labels(request)):
-                raise UserError(f"{path} ({name}) has labels as texts: use dataset.class_encode_column('label')")
-            kept = ("text", *_labels(request), "client", "domain")
-            return {each: list(used[name][each]) for each in kept if each in has}
-
-        train, test = (columns(each) if each in used else {} for each in ("train", "test"))
-        label = used["train"].features.get("label")
-        return _arguments(path, train, test) | {"num_classes": getattr(label, "num_classes", None)}
-
-    # JSON files name the parts, the columns and the classes.
-    sources = sorted(each for each in path.rglob("*") if each.suffix in (".arrow", ".json"))
-    dataset = _cached(path.name, request, sources, read)
-    _tell_of_unused_parts(path)
-    return dataset
-
-
-_TEXTS = ("string", "large_string", "string_view")
-_NO_TEXTS = ("Image", "Audio", "Video", "Pdf", "Array2D", "Array3D", "Array4D", "Array5D")
-
-
-def _type(feature: Any) -> str:
-    """The type of a column: that of its values, such as ``string``, or the name of its class, such as ``Image``."""
-    return feature.dtype if type(feature).__name__ == "Value" else type(feature).__name__
-
-
-def _remedy(features: dict[str, Any], missing: str) -> str:
-    """What to do with a dataset that has no column ``text`` or ``label``."""
-    types = {name: _type(feature) for name, feature in features.items()}
-    texts = [name for name, kind in types.items() if kind in _TEXTS]
-    if missing == "text" and (not texts or any(kind in _NO_TEXTS for kind in types.values())):
-        return "only texts are read from hf: folders, so pass images and numbers as arrays: fmr.from_arrays(x, y)"
-    likely = texts if missing == "text" else [name for name, kind in types.items() if kind == "ClassLabel"]
-    return f"rename one: dataset.rename_column({repr(likely[0]) if len(likely) == 1 else 'OLD'}, {missing!r})"
-
-
-def _tell_of_unused_parts(path: Path) -> None:
-    """Warn of parts of a dataset, such as validation, that are not read."""
-    try:
-        parts = untrusted.read_json(path / "dataset_dict.json", {"splits": [str]})["splits"]
-    except (FileNotFoundError, UserError):  # a dataset without parts, or from the cache
-        return
-    if unused := [part for part in parts if part not in ("train", "test")]:
-        remedy = (
-            "" if "test" in parts else f"; to test on {unused[0]}, rename it: parts['test'] = parts.pop('{unused[0]}')"
-        )
-        logging.warning("%s: only train and test are read, not %s%s", path, ", ".join(unused), remedy)
-
-
-def _arguments(path: Path, train: dict[str, list], test: dict[str, list]) -> dict[str, Any]:
-    """The arguments of `from_texts` for the columns of the training and the test samples. The latter may be empty."""
-    names = {"text": "texts", "label": "labels"}
-
-    def values(part: str, name: str, column: list) -> Any:
+    def values(part: str, name: str, column: Any) -> Any:
         if name not in ("client", "domain"):
             return column
         return ids(column, f"{path} ({part}): {name}", nobody=name == "client").astype(str)
 
-    arguments = {names.get(name, name): values("train", name, column) for name, column in train.items()}
-    if test.get("text"):
-        arguments |= {f"{names.get(name, name)}_test": values("test", name, each) for name, each in test.items()}
-    return arguments
+    found = {names.get(name, name): values("train", name, column) for name, column in train.items()}
+    if test and len(next(iter(test.values()))):
+        found |= {f"{names.get(name, name)}_test": values("test", name, each) for name, each in test.items()}
+    return found
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -372,9 +296,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             try:
                 rows += [untrusted.parse_json(line, dict)] if line.strip() else []
             except ValueError as error:
-                raise UserError(f"{path}, line {number} is not a JSON object ({_brief(error)})") from None
+                raise UserError(f"{path}, line {number} is not a JSON object ({brief(error)})") from None
     except (OSError, ValueError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} is damaged ({_brief(error)})") from None
+        raise UserError(f"{path} is damaged ({brief(error)})") from None
     if not rows:
         raise UserError(f"{path} is empty")
     return rows
@@ -392,5 +316,6 @@ def _value(path: Path, row: dict[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """The kind of an exception and the beginning of its message, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"

@@ -470,13 +470,17 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 
         def loss(params, state, batch, key):
             logits, state = network.train_apply(params, state, batch.x, mask=batch.mask, key=key)
-            supervised = network.task.objective(logits, batch.y, batch.mask)
-            teacher = payload["teaching"][batch.position]
-            if hyper.distillation == "kl" or "logits" not in network.task.provides:
-                distilled = network.task.divergence(logits, teacher)
-            else:
-                distilled = -jnp.sum(teacher * jax.nn.log_softmax(logits), axis=-1)
-            return local.masked_mean(supervised + weight * distilled, batch.mask), state
+
+            def losses(batch):
+                supervised = network.task.objective(logits, batch.y, batch.mask)
+                teacher = payload["teaching"][batch.position]
+                if hyper.distillation == "kl" or "logits" not in network.task.provides:
+                    distilled = network.task.divergence(logits, teacher)
+                else:
+                    distilled = -jnp.sum(teacher * jax.nn.log_softmax(logits), axis=-1)
+                return supervised + weight * distilled
+
+            return local.masked_mean(local.mixed(batch, losses), batch.mask), state
 
         start = memory.model
         if hyper.paused == "restart":
