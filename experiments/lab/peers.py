@@ -3,24 +3,31 @@
     python experiments/lab/peers.py                                  # all of them on one core, then on two
     python experiments/lab/peers.py --quick --cores=1                # one local epoch, two turns
     python experiments/lab/peers.py --contestants=ours,pfl --json=FILE
+    python experiments/lab/peers.py --course=blazefl --contestants=ours,torch_best,blazefl --cores=2 --repeats=3
 
 FedAvg with LeNet-5 (62,006 parameters) on synthetic images of CIFAR-10's shape: 100 clients of 500 samples, 10 of them
 per round, five local epochs, batch 50, SGD with learning rate 0.01 and momentum 0.5, on the CPU. ``ours`` is this
 project, ``torch_loop`` a plain PyTorch loop through a DataLoader, ``torch_best`` the same without a DataLoader,
-``pfl`` the simulation of pfl-research, ``flower`` that of Flower, ``fedjax`` FedJAX, and ``flgo`` FLGo. On two and more
-cores, each arrangement of processes and threads of a simulator has its own row.
+``pfl`` the simulation of pfl-research, ``flower`` that of Flower, ``fedjax`` FedJAX, ``flgo`` FLGo, and ``blazefl``
+BlazeFL. On two and more cores, each arrangement of processes and threads of a simulator has its own row.
+
+``--course=blazefl`` has the numbers of BlazeFL's published benchmark: all 100 clients train in each round, each with
+two of the ten classes, with learning rate 0.1 and without momentum. The images are synthetic here, too. BlazeFL 3 needs
+Python 3.14 without its lock, so the newest version with worker processes takes part.
 
 ``ours_async`` and ``flgo_async`` train with FedBuff: 20 clients train at the same simulated time, and the server
 updates its model with every 10 uploads. Such an update counts as a round, so all rows train 10 clients per round.
 
-Each contestant is a process bound to the cores of its table. Its driver is a file in the folder ``peers``. After two
-rounds of warm-up, the contestants take turns with one round each, ``--repeats`` times. The table has medians of the
+Each contestant is a process bound to the cores of its table. Its driver is a file in the folder ``peers``. After one or
+two rounds of warm-up, the contestants take turns with one round each, ``--repeats`` times. The table has medians of the
 seconds per round, of the CPU seconds per round (all processes of the contestant; Linux only), and of their ratios to
-ours in the same turn. It also has loss and accuracy on 2,000 test images before the first and after the last round,
-which shows that all do the same work. For a contestant that fails, the row has the last line of its error, and the exit
-code is 1. Flower's Ray uses about 5 % of a core while other contestants have their turn; the others are idle then.
+ours in the same turn, and the memory after the last round (MiB of all processes, shared pages counted once). It also
+has loss and accuracy on 2,000 test images before the first and after the last round, which shows that all do the same
+work. For a contestant that fails, the row has the last line of its error, and the exit code is 1. Flower's Ray uses
+about 5 % of a core while other contestants have their turn; the others are idle then.
 
-The Python that runs this script creates the environments with pip, once, in ``--environments`` (a gigabyte each).
+The Python that runs this script creates the environments with pip, once, in ``--environments`` (a gigabyte each);
+where it is too old, the newest ``python3.N`` of the PATH does.
 """
 
 import argparse
@@ -28,27 +35,39 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import select
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 DRIVERS = Path(__file__).parent / "peers"
-CLIENTS, SAMPLES, TEST, COHORT, EPOCHS, BATCH, LR, MOMENTUM = 100, 500, 2_000, 10, 5, 50, 0.01, 0.5
+CLIENTS, SAMPLES, TEST, EPOCHS, BATCH = 100, 500, 2_000, 5, 50
 PARAMETERS = 62_006
-FIGURES = ("seconds", "ratio", "cpu_seconds", "cpu_ratio", "loss_before", "loss_after", "accuracy_after")
-WARM_UP = 2
+FIGURES = ("seconds", "ratio", "cpu_seconds", "cpu_ratio", "memory", "loss_before", "loss_after", "accuracy_after")
 PATIENCE = 900  # seconds until a contestant that does not answer is given up
 TORCH = "torch==2.13.0"
+
+
+class Course(NamedTuple):
+    """What distinguishes the work of a contest."""
+
+    cohort: int
+    lr: float
+    momentum: float
+    classes: int  # of each client
+    warm_up: int  # rounds before the first turn
+
+
+COURSES = {"peers": Course(10, 0.01, 0.5, 10, 2), "blazefl": Course(100, 0.1, 0.0, 2, 1)}
+OLDEST = {"blazefl": (3, 12)}  # Python of an environment
 ENVIRONMENTS = {  # what pip installs; nothing: the environment that runs this script
     "ours": (),
     "torch": (TORCH, "numpy"),
@@ -57,6 +76,7 @@ ENVIRONMENTS = {  # what pip installs; nothing: the environment that runs this s
     # With JAX 0.10.2 its jit backend takes a third longer, and pmap no longer has what FedJAX calls.
     "fedjax": ("fedjax==0.0.17", "jax==0.5.3", "jaxlib==0.5.3", "dm-haiku==0.0.14"),
     "flgo": (TORCH, "flgo==0.4.4"),
+    "blazefl": (TORCH, "blazefl==2.0.3", "tqdm"),  # which it imports and does not require
 }
 
 
@@ -105,6 +125,7 @@ CONTESTANTS: dict[str, tuple[str, Arrange]] = {  # environment (and driver), arr
     "flower": ("flower", lambda cores: (Arrangement("actor", cores, 1),)),
     "fedjax": ("fedjax", jit_or_pmap),
     "flgo": ("flgo", threads_alone()),
+    "blazefl": ("blazefl", lambda cores: (Arrangement("process", cores, 1),)),
     "ours_async": ("ours", lambda cores: (Arrangement("device", cores, 1, "async"),)),
     "flgo_async": ("flgo", threads_alone("async")),
 }
@@ -125,14 +146,14 @@ def interpreter(name: str, folder: Path) -> str:
     """
     if not (requirements := ENVIRONMENTS[name]):
         return sys.executable
-    home = folder / name
+    home, maker = folder / name, python_for(name)
     python, note = home / "bin" / "python", home / "made-of.txt"
-    wanted = "\n".join((f"Python {platform.python_version()}", *requirements)) + "\n"
+    wanted = "\n".join((f"Python {maker}", *requirements)) + "\n"
     if note.exists() and note.read_text(encoding="utf-8") == wanted:
         return str(python)
     print(f"making {home} of {' '.join(requirements)}", flush=True)
     try:
-        venv.create(home, clear=True, with_pip=True)
+        subprocess.run([maker, "-m", "venv", "--clear", str(home)], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise FailedError(f"no environment in {home}: {error}") from None
     command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
@@ -144,6 +165,21 @@ def interpreter(name: str, folder: Path) -> str:
     return str(python)
 
 
+def python_for(name: str) -> str:
+    """The Python that makes an environment: the one that runs this script unless it is too old.
+
+    Raises:
+      FailedError: there is no newer one.
+    """
+    oldest = OLDEST.get(name, (3, 0))
+    if sys.version_info >= oldest:
+        return sys.executable
+    for minor in range(20, oldest[1] - 1, -1):
+        if path := shutil.which(f"python{oldest[0]}.{minor}"):
+            return path
+    raise FailedError(f"it needs Python {oldest[0]}.{oldest[1]}, and the PATH has no python{oldest[0]}.{oldest[1]}")
+
+
 def last_line(text: str) -> str:
     """The last line that is not empty."""
     return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
@@ -152,15 +188,22 @@ def last_line(text: str) -> str:
 # ---- The data
 
 
-def write_data(path: Path) -> None:
-    """Write images of bytes that can be learnt: a pattern of 4 x 4 coloured squares per class, with noise."""
+def write_data(path: Path, classes: int) -> None:
+    """Write images of bytes that can be learnt: a pattern of 4 x 4 coloured squares per class, with noise.
+
+    Clients have all ten classes, or fewer ``classes``: as many shards of the images in the order of their labels.
+    """
     random = np.random.default_rng(0)
     patterns = random.integers(0, 128, (10, 4, 4, 3), np.uint8).repeat(8, 1).repeat(8, 2)
     count = CLIENTS * SAMPLES
     y = random.integers(0, 10, count + TEST, np.int32)
     x = random.integers(0, 128, (len(y), 32, 32, 3), np.uint8)
     x += patterns[y]
-    by_client = lambda array: array[:count].reshape(CLIENTS, SAMPLES, *array.shape[1:])
+    order = np.arange(count)
+    if classes < 10:
+        shards = np.argsort(y[:count], kind="stable").reshape(CLIENTS * classes, -1)
+        order = shards[random.permutation(len(shards))].reshape(-1)
+    by_client = lambda array: array[order].reshape(CLIENTS, SAMPLES, *array.shape[1:])
     np.savez(path, x=by_client(x), y=by_client(y), test_x=x[count:], test_y=y[count:])
 
 
@@ -196,12 +239,22 @@ def tree(pid: int) -> Iterator[tuple[int, int]]:
         yield number, ticks[number]
 
 
+def proportional_memory(pid: int) -> float:
+    """The memory of a process in MiB; a page that several processes share counts for each by its share."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
+    except OSError:  # it has ended
+        return 0.0
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
+
+
 class Contestant:
     """A simulator in one arrangement, with its own processes."""
 
-    def __init__(self, name: str, arrangement: Arrangement, cores: int) -> None:
+    def __init__(self, name: str, arrangement: Arrangement, cores: int, course: Course) -> None:
         """Store the arguments. `start` starts the processes."""
-        self.name, self.arrangement, self.cores = name, arrangement, cores
+        self.name, self.arrangement, self.cores, self.course = name, arrangement, cores, course
+        self.memory: float | None = None
         self.environment = CONTESTANTS[name][0]
         self.facts: dict[str, Any] = {}
         self.tests: list[dict[str, float]] = []  # before the first round and after the last
@@ -229,7 +282,8 @@ class Contestant:
         python = interpreter(self.environment, folder)
         threads = self.arrangement.threads
         job = {
-            "data": str(data), "cohort": COHORT, "epochs": epochs, "batch": BATCH, "lr": LR, "momentum": MOMENTUM,
+            "data": str(data), "cohort": self.course.cohort, "epochs": epochs, "batch": BATCH,
+            "lr": self.course.lr, "momentum": self.course.momentum,
             "processes": self.arrangement.processes, "threads": threads, "variant": self.arrangement.variant,
         }  # fmt: skip
         paths = [DRIVERS, DRIVERS.parent]
@@ -250,7 +304,7 @@ class Contestant:
         if self.facts["parameters"] != PARAMETERS:
             raise FailedError(f"its network has {self.facts['parameters']} parameters, not {PARAMETERS}")
         self.test()
-        self.ask(WARM_UP)
+        self.ask(self.course.warm_up)
 
     def answer(self) -> dict[str, Any]:
         """The next answer of the driver.
@@ -287,6 +341,7 @@ class Contestant:
         before = used()
         self.seconds.append(self.ask(1)["seconds"])
         self.cpu_seconds.append(used() - before)
+        self.memory = sum(proportional_memory(number) for number, _ in tree(pid))
 
     def stop(self) -> None:
         """End its processes, also those that outlive their driver."""
@@ -322,7 +377,7 @@ class Contestant:
         if self.error is None:
             of_seconds = statistics.median(self.seconds), ratio("seconds")
             of_cpu = statistics.median(self.cpu_seconds), ratio("cpu_seconds")
-            values = (*of_seconds, *of_cpu, before["loss"], after["loss"], after["accuracy"])
+            values = (*of_seconds, *of_cpu, self.memory, before["loss"], after["loss"], after["accuracy"])
             figures = dict(zip(FIGURES, values, strict=True))
         return row | figures | {"versions": self.facts.get("versions"), "error": self.error}
 
@@ -330,10 +385,12 @@ class Contestant:
 # ---- The command
 
 
-def compete(names: Sequence[str], cores: int, folder: Path, data: Path, *, epochs: int, repeats: int) -> list[dict]:
+def compete(
+    names: Sequence[str], cores: int, folder: Path, data: Path, *, course: Course, epochs: int, repeats: int
+) -> list[dict]:
     """A row per contestant and arrangement on a number of cores."""
     contestants = [
-        Contestant(name, arrangement, cores) for name in names for arrangement in CONTESTANTS[name][1](cores)
+        Contestant(name, arrangement, cores, course) for name in names for arrangement in CONTESTANTS[name][1](cores)
     ]
     try:
         for contestant in contestants:
@@ -373,6 +430,7 @@ def main(given: Sequence[str] | None = None) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("peers.py", description=__doc__, formatter_class=formatter)
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names with commas (default: all)")
+    parser.add_argument("--course", default="peers", choices=COURSES, help="the work (default peers)")
     parser.add_argument("--cores", default="1,2", help="numbers with commas (default 1,2)")
     parser.add_argument("--repeats", type=int, help="turns (default 5; with --quick 2)")
     parser.add_argument("--environments", type=Path, default=cache, metavar="FOLDER", help=f"default {cache}")
@@ -399,9 +457,10 @@ def main(given: Sequence[str] | None = None) -> int:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary) / "images.npz"
-        write_data(data)
+        course = COURSES[arguments.course]
+        write_data(data, course.classes)
         for cores in numbers:
-            new_rows = compete(names, cores, folder, data, epochs=epochs, repeats=repeats)
+            new_rows = compete(names, cores, folder, data, course=course, epochs=epochs, repeats=repeats)
             show(new_rows)
             rows += new_rows
             if arguments.json:

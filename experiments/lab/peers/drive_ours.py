@@ -5,6 +5,7 @@ FedAvg, or with the variant ``async`` FedBuff with 20 clients at the same simula
 
 import contest
 import jax
+import numpy as np
 
 import fedjax_mr as fmr
 from fedjax_mr.engine.devices import set_up_jax
@@ -14,11 +15,14 @@ job = contest.job()
 set_up_jax(devices=None, cohort_size=job.cohort)
 x, y, test_x, test_y = contest.load(job)
 half = (0.5,) * 3
-dataset = fmr.Dataset("synthetic", x.reshape(-1, *x.shape[2:]), y.reshape(-1), test_x, test_y, 10, mean=half, std=half)
-federated = fmr.data.federate(dataset, num_clients=len(y), partition="iid", seed=0)
+dataset = fmr.Dataset(
+    "synthetic", x.reshape(-1, *x.shape[2:]), y.reshape(-1), test_x, test_y, 10, mean=half, std=half,
+    client=np.repeat(np.arange(len(y), dtype=np.int32), y.shape[1]), client_names=tuple(map(str, range(len(y)))),
+)  # fmt: skip
+federated = fmr.data.federate(dataset, num_clients=0, partition="natural", seed=0)
 clock = {"mode": "async", "in_flight": 2 * job.cohort, "fleet": "lognormal"} if job.variant == "async" else {}
 config = fmr.Config(
-    strategy="fedbuff" if clock else "fedavg", model="lenet5", clients=len(y), partition="iid", cohort=job.cohort,
+    strategy="fedbuff" if clock else "fedavg", model="lenet5", clients=0, partition="natural", cohort=job.cohort,
     lr=job.lr, momentum=job.momentum, local_epochs=job.epochs, batch_size=job.batch, rounds=1_000, **clock,
 )  # fmt: skip
 simulator = simulator_of(config, federated, build_model(config, dataset))
