@@ -11,12 +11,26 @@ nothing, not even JAX. So a command decides what Ctrl-C does before the imports 
 
 import importlib
 import importlib.util
+import re
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedjax_mr.api import *  # noqa: F403
 
 __version__ = "0.3.0"
+
+
+def _is_for_a_command() -> bool:
+    """Whether Python imports this package for ``python -m fedjax_mr.NAME`` or for the script ``fedjax-mr``."""
+    words = [*sys.orig_argv, "-m", ""]
+    module = words[words.index("-m") + 1]
+    return Path(words[1]).stem == "fedjax-mr" or re.fullmatch(r"fedjax_mr\.\w+", module) is not None
+
+
+if _is_for_a_command():  # before the imports that take seconds
+    importlib.import_module("fedjax_mr.experiment.interrupts").begin()
 
 
 def __getattr__(name: str) -> Any:

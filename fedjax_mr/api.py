@@ -4,7 +4,9 @@ from fedjax_mr import data, models, strategies, tasks, trees
 from fedjax_mr.channel import LINKS, Link, LinkRow, Sent
 from fedjax_mr.client import local
 from fedjax_mr.client.optimizers import OPTIMIZERS
-from fedjax_mr.data import SOURCES, Dataset, FederatedData
+from fedjax_mr.clock.asynchronous import STALENESS, StalenessRow
+from fedjax_mr.clock.fleet import FLEETS, Fleet, FleetRow
+from fedjax_mr.data import SOURCES, Dataset, FederatedData, Source
 from fedjax_mr.data.augment import AUGMENTATIONS, Augmentation
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
 from fedjax_mr.data.sources.arrays import from_arrays
@@ -29,6 +31,7 @@ from fedjax_mr.tasks.losses import LOSSES, LossRow
 
 __all__ = [
     "AUGMENTATIONS",
+    "FLEETS",
     "LINKS",
     "LOGGERS",
     "LOSSES",
@@ -38,6 +41,7 @@ __all__ = [
     "PARTITIONS",
     "SERVER_OPTIMIZERS",
     "SOURCES",
+    "STALENESS",
     "STRATEGIES",
     "TASKS",
     "Augmentation",
@@ -48,6 +52,8 @@ __all__ = [
     "Dataset",
     "DivergedError",
     "FederatedData",
+    "Fleet",
+    "FleetRow",
     "Interrupted",
     "Link",
     "LinkRow",
@@ -63,6 +69,8 @@ __all__ = [
     "SavedRun",
     "Sent",
     "Simulator",
+    "Source",
+    "StalenessRow",
     "Strategy",
     "Task",
     "TrainedNetwork",

@@ -4,16 +4,11 @@ FOLDER receives the variables (orbax), network.json (class, fields, normalisatio
 user-supplied network can only be exported in Python: fmr.load(RUN, model=...).export(FOLDER).
 """
 
-# ruff: noqa: E402
-from fedjax_mr.experiment import interrupts
-
-interrupts.begin(__name__)  # before the imports that take seconds
-
 import sys
 from collections.abc import Sequence
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports, of_run
+from fedjax_mr.experiment import imports, interrupts, of_run
 from fedjax_mr.experiment.messages import flags_in_errors
 
 

@@ -1,15 +1,10 @@
 """The command ``python -m fedjax_mr.main``: parse the flags, run the experiment, print the results."""
 
-# ruff: noqa: E402
-from fedjax_mr.experiment import interrupts
-
-interrupts.begin(__name__)  # before the imports that take seconds
-
 import sys
 from collections.abc import Sequence
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config, imports, manual
+from fedjax_mr.experiment import config, imports, interrupts, manual
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.processes import leave
 from fedjax_mr.experiment.report import summary_table

@@ -5,11 +5,6 @@ The predictions are in the order of the rows: the class and the probability of e
 each; for numbers, their values; for survival, the relative risk.
 """
 
-# ruff: noqa: E402
-from fedjax_mr.experiment import interrupts
-
-interrupts.begin(__name__)  # before the imports that take seconds
-
 import csv
 import sys
 from collections.abc import Sequence
@@ -21,7 +16,7 @@ import numpy as np
 from fedjax_mr import files
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports, of_run
+from fedjax_mr.experiment import imports, interrupts, of_run
 from fedjax_mr.experiment.messages import flags_in_errors
 
 

@@ -21,12 +21,19 @@ class Registry(dict[str, Row], Generic[Row]):
       kind: noun for an entry in messages, such as "strategy".
       place: public name of the registry in messages.
       check: called with the name and row of a new entry. Raises UserError if the row is invalid.
+      row_of: makes the row of what a user writes, such as a function alone. Default: that is the row.
       guarded: whether new entries are checked and names must be unused. It is set while a file is imported. Otherwise
         entries may be replaced, for example by a notebook cell that runs again.
     """
 
     def __init__(
-        self, kind: str, place: str, check: Callable[[str, Any], None], rows: Mapping[str, Row] | None = None
+        self,
+        kind: str,
+        place: str,
+        check: Callable[[str, Any], None],
+        rows: Mapping[str, Row] | None = None,
+        *,
+        row_of: Callable[[Any], Row] | None = None,
     ) -> None:
         """Add the rows of this package, which are not checked."""
         super().__init__(rows or {})
@@ -34,9 +41,11 @@ class Registry(dict[str, Row], Generic[Row]):
         self.kind = kind
         self.place = place
         self.check = check
+        self.row_of = row_of
         self.guarded = False
 
-    def __setitem__(self, name: str, row: Row) -> None:
+    def __setitem__(self, name: str, row: Any) -> None:
+        row = row if self.row_of is None else self.row_of(row)
         if self.guarded:
             if name in self:
                 raise UserError(f"the {self.kind} {name!r} already exists: choose another name")

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.errors import UserError, did_you_mean, unknown_name
 
 KEY = "fedjax_mr"  # key of the metadata of a field
 LARGEST_INT32 = 2**31 - 1  # upper bound of integers, which NumPy and JAX (without 64-bit integers) share
@@ -138,6 +138,27 @@ def check(hyper: Any, owner: str = "hyper.") -> None:
             raise UserError(f"{name}={value} must be a whole number")
         if isinstance(value, int | float | np.number) and not own.allows(float(value)):
             raise UserError(f"{name}={value} is out of range (allowed: {own.allowed()})")
+
+
+def make(owner: type | None, values: Mapping[str, Any], what: str) -> Any:
+    """The settings of a row with some values by name; None if it has none.
+
+    Args:
+      owner: the dataclass of its settings, or None.
+      values: by the names of fields. The others have their defaults.
+      what: the row in messages, such as "partition 'shards'".
+
+    Raises:
+      UserError: there is no such setting, or as `check`.
+    """
+    names = [] if owner is None else [each.name for each in dataclasses.fields(owner)]
+    for name in values:
+        if name not in names:
+            has = f"it has {', '.join(names)}" if names else "it has none"
+            raise UserError(f"{what} has no setting {name}=: {has}{did_you_mean(name, names)}")
+    made = None if owner is None else owner(**values)
+    check(made, "")
+    return made
 
 
 # --- numbers as arguments of compiled programs ------------------------------------------------------------------------

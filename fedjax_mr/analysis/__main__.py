@@ -3,17 +3,13 @@
 A new command is a file in this folder and a row of `COMMANDS`.
 """
 
-# ruff: noqa: E402
-from fedjax_mr.experiment import interrupts
-
-interrupts.begin(__name__)  # before the imports that take seconds
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedjax_mr.analysis import best, clients, command, curves, seconds, spread, table, timeline
 from fedjax_mr.errors import unknown_name
+from fedjax_mr.experiment import interrupts
 
 PROGRAM = "python -m fedjax_mr.analysis"
 COMMANDS: dict[str, Any] = {

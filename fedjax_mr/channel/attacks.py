@@ -77,7 +77,7 @@ class Attack:
         needs=("attack",))
     attack_target: int = _setting(
         0, "replacement: the class that samples with the trigger shall have", low=0,
-        needs=("attack", "replacement"), argument="target")
+        needs=("attack", "replacement"))
     # fmt: on
 
 
@@ -122,7 +122,7 @@ def attack(
         if len(problem.model.input_shape) != 3:
             raise UserError("replacement needs images, which carry its trigger: choose another attack for this dataset")
         if not 0 <= target < problem.num_classes:
-            raise UserError(f"target={target} is no class: choose one of 0..{problem.num_classes - 1}")
+            raise UserError(f"attack_target={target} is no class: choose one of 0..{problem.num_classes - 1}")
     if kind in ("label_flip", "replacement") and "classes" not in problem.model.task.provides:
         raise UserError(f"attack={kind} changes classes, but the task is {problem.model.task.name}: choose another one")
     message = KINDS[kind]

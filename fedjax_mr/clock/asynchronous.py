@@ -24,8 +24,10 @@ import jax.numpy as jnp
 
 from fedjax_mr import trees
 from fedjax_mr.channel.base import joined, received, split, upload_shapes
-from fedjax_mr.clock.schedule import Schedule
+from fedjax_mr.clock.schedule import REFILLS, Schedule
 from fedjax_mr.errors import UserError
+from fedjax_mr.registry import Registry
+from fedjax_mr.settings import field
 from fedjax_mr.strategies import interface, parts
 from fedjax_mr.strategies.interface import Cohort, Info, Payload, Problem, Strategy
 from fedjax_mr.strategies.traffic import Parcels, Traffic
@@ -54,6 +56,65 @@ def hinge(slope: Any, late: Any) -> Weight:
         return 1 / (slope * excess + 1)
 
     return weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Asynchronous:
+    """The settings of asynchronous clients."""
+
+    # fmt: off
+    in_flight: int | None = field(
+        None, "async: clients M that train at the same time. If omitted, twice --cohort", unit="clients", low=1,
+        needs=("mode", "async"), group="Clock")
+    refill: str = field(
+        "update", "async: new clients start after each update (update), or one after each arrival (arrival)",
+        choices=REFILLS, source="our choice; FedBuff and FedAsync: arrival", needs=("mode", "async"), group="Clock")
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class StalenessNumbers:
+    """The settings of the weights of this package."""
+
+    # fmt: off
+    staleness_a: float = field(
+        0.5, "async: a of --staleness", low=0, source="FedBuff, Nguyen et al. 2022; FedAsync's hinge: 10",
+        needs=("mode", "async"), group="Clock")
+    staleness_b: float = field(
+        4.0, "async: b of --staleness=hinge", low=0, source="FedAsync, Xie et al. 2019",
+        needs=("mode", "async"), group="Clock")
+    # fmt: on
+
+
+class StalenessRow(NamedTuple):
+    """A registered weight of stale uploads.
+
+    Attributes:
+      build: settings -> (tau [K] int32 -> s(tau) [K] float32). The numbers of the settings may be traced.
+      settings: the dataclass of its settings, declared with `field`. Default: there are none.
+    """
+
+    build: Callable[[Any], Weight]
+    settings: type | None = None
+
+
+def check_row(name: str, row: Any) -> None:
+    """Check a user's row of `STALENESS`. Raises a UserError: it is no `StalenessRow`, or has no dataclass."""
+    declared = isinstance(row, StalenessRow) and (row.settings is None or dataclasses.is_dataclass(row.settings))
+    if not isinstance(row, StalenessRow) or not callable(row.build) or not declared:
+        raise UserError(
+            f"fmr.STALENESS[{name!r}] takes fmr.StalenessRow(build, settings): build(settings) returns a function of "
+            "tau [K], and settings is a dataclass with fmr.field(...), or left out"
+        )
+
+
+_OURS = {
+    "constant": StalenessRow(lambda settings: constant, StalenessNumbers),
+    "polynomial": StalenessRow(lambda settings: polynomial(settings.staleness_a), StalenessNumbers),
+    "hinge": StalenessRow(lambda settings: hinge(settings.staleness_a, settings.staleness_b), StalenessNumbers),
+}
+STALENESS = Registry("staleness", "fmr.STALENESS", check_row, _OURS)
+"""All weights of stale uploads."""
 
 
 class Keys(NamedTuple):

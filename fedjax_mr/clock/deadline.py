@@ -15,6 +15,7 @@ robust rules of `channel.robust`:
 If no upload of a round is in time, the state of the server stays as it was.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -29,8 +30,27 @@ from fedjax_mr.client.samples import ClientData
 from fedjax_mr.clock.fleet import Seconds
 from fedjax_mr.clock.schedule import JOB, Cohorts, Events
 from fedjax_mr.errors import UserError
+from fedjax_mr.settings import field
 from fedjax_mr.strategies.interface import Cohort, Info, Payload, Problem, Strategy
 from fedjax_mr.strategies.traffic import Parcels, Traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadline:
+    """The settings of synchronous rounds with late clients."""
+
+    # fmt: off
+    deadline: float | None = field(
+        None, "Seconds after which a synchronous round ends without the clients that are late. If omitted, the server "
+        "waits for all uploads", unit="seconds", low=0, open_low=True, group="Clock")
+    late: str = field(
+        "drop", "Treatment of a client that would miss the --deadline: its upload is dropped (drop), or it uploads the "
+        "steps that it has done by then (partial)", choices=("drop", "partial"), needs=("deadline",), group="Clock")
+    over_select: float = field(
+        1.0, "R: a synchronous round asks R times --cohort clients, rounded up, and takes the first --cohort uploads. "
+        "The others are dropped", low=1, high=1000, source="our choice; Bonawitz et al., MLSys 2019: 1.3",
+        static=True, group="Clock")
+    # fmt: on
 
 
 def asked(cohort: int, over_select: float) -> int:

@@ -1,10 +1,5 @@
 """The command ``python -m fedjax_mr.data``: show a partition without training, or prepare a dataset."""
 
-# ruff: noqa: E402
-from fedjax_mr.experiment import interrupts
-
-interrupts.begin(__name__)  # before the imports that take seconds
-
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -17,7 +12,7 @@ from fedjax_mr.data.partition_table import partition_table
 from fedjax_mr.data.sources import text, tfds
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, titles
+from fedjax_mr.experiment import imports, interrupts, titles
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import public_share, resolve
@@ -88,7 +83,7 @@ def _prepare(arguments: list[str]) -> None:
         raise unknown_name("dataset to prepare", name, known)
     config = configuration.parse([argument for argument in arguments if argument != name])
     prepare = text.prepare_sentiment if name == "sentiment" else tfds.prepare
-    place = prepare(DataRequest(name, config.data_dir, config.label_mode, config.offline))
+    place = prepare(DataRequest(name, config.data_dir, config.offline))
     print(f"{name} is in {place}")
 
 

@@ -5,7 +5,6 @@ not depend on the strategy or on other random numbers of a run.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +15,8 @@ from fedjax_mr.data import partition as partitions
 from fedjax_mr.data import partition_file as partition_files
 from fedjax_mr.data.federated import Dataset, FederatedData, PartitionPlan, Public, Split
 from fedjax_mr.data.partition import PARTITIONS
-from fedjax_mr.errors import UserError, did_you_mean, unknown_name, usual_arithmetic
-from fedjax_mr.settings import check
+from fedjax_mr.errors import UserError, unknown_name, usual_arithmetic
+from fedjax_mr.settings import check, make
 
 STREAMS = {"partition": 1, "public": 2, "clients": 3, "holdout": 4, "split": 5, "test": 6}
 
@@ -89,7 +88,8 @@ def federate(
     if settings is not None and further:
         names = ", ".join(f"{name}=" for name in further)
         raise UserError(f"settings= and {names} exclude each other: use one of them")
-    settings = _settings(partition, further) if settings is None else settings
+    if settings is None:
+        settings = make(PARTITIONS[partition].settings, further, f"partition {partition!r}")
     check(settings, "")
     if validation_share + client_test_share >= 1:
         raise UserError(
@@ -191,21 +191,6 @@ def federate(
         with_replacement=with_replacement,
     )
     return _assemble(dataset, plan, public_labels=public_labels, notes=notes)
-
-
-def _settings(partition: str, values: Mapping[str, Any]) -> Any:
-    """The settings of a partition with some values; None if it has none.
-
-    Raises:
-      UserError: it has no such setting.
-    """
-    owner = PARTITIONS[partition].settings
-    names = [] if owner is None else [each.name for each in dataclasses.fields(owner)]
-    for name in values:
-        if name not in names:
-            has = f"it has {', '.join(names)}" if names else "it has none"
-            raise UserError(f"partition {partition!r} has no setting {name}=: {has}{did_you_mean(name, names)}")
-    return None if owner is None else owner(**values)
 
 
 def _names_by_domain(dataset: Dataset, owned: Split) -> tuple[str, ...]:

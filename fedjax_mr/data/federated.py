@@ -24,28 +24,18 @@ class DataRequest(NamedTuple):
     Attributes:
       name: the dataset, such as ``emnist`` or ``emnist/letters``.
       data_dir: the folder of its files. None means the default folder of the source.
-      label_mode: ``fine`` or ``coarse``.
       offline: whether internet access is forbidden.
       tokenizer: folder with the tokenizer of texts, see `tokens.encode`. None means hashed words.
-      text_length: tokens of a text, T.
       task: a name of `tasks.TASKS`. None means that of the source.
-      target: the columns to predict of a CSV file, see `from_table`.
-      client: the column of a CSV file with the natural client. None means that there are none.
-      categorical: the columns of a CSV file whose numbers are categories.
-      drop: the columns of a CSV file that are not used.
+      settings: the settings of the source, an instance of its dataclass. None if it has none.
     """
 
     name: str
     data_dir: str | None = None
-    label_mode: str = "fine"
     offline: bool = False
     tokenizer: str | None = None
-    text_length: int = 48
     task: str | None = None
-    target: tuple[str, ...] = ()
-    client: str | None = None
-    categorical: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
+    settings: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

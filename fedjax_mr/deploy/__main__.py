@@ -4,11 +4,6 @@
 and the clients, for a trial. ``keys`` makes a client's keys. ``check`` finds common mistakes on a machine.
 """
 
-# ruff: noqa: E402
-from fedjax_mr.experiment import interrupts
-
-interrupts.begin(__name__)  # before the imports that take seconds
-
 import json
 import shlex
 import sys
@@ -20,7 +15,7 @@ from fedjax_mr.deploy import check, keys, protocol, samples
 from fedjax_mr.deploy.server import ServerOptions, check_deployable
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports
+from fedjax_mr.experiment import imports, interrupts
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.messages import flags_in_errors

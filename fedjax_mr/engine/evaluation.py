@@ -154,7 +154,7 @@ def backdoor_test(samples: Samples, target: int) -> tuple[Samples, np.ndarray]:
         raise UserError("only images can carry the trigger of a backdoor: choose an attack other than replacement")
     others = np.asarray(samples.y) != target
     if others.all():
-        raise UserError(f"target={target} is the label of no test sample: choose one of 0..{np.max(samples.y)}")
+        raise UserError(f"attack_target={target} is the label of no test sample: choose one of 0..{np.max(samples.y)}")
     if not others.any():
         raise UserError(f"every test sample has label {target}, so a backdoor for it cannot be tested: choose another")
     return jax.device_get(backdoored(samples, np.ones(len(others), bool), target)), others

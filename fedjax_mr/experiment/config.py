@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,9 +18,13 @@ from fedjax_mr.channel.links import LINKS, LinkRow
 from fedjax_mr.channel.privacy import Privacy
 from fedjax_mr.channel.robust import Robust
 from fedjax_mr.client.training import Training
-from fedjax_mr.data import LABEL_MODES, SOURCES, augment, partition
+from fedjax_mr.clock.asynchronous import STALENESS, Asynchronous, StalenessNumbers
+from fedjax_mr.clock.deadline import Deadline
+from fedjax_mr.clock.fleet import FLEETS
+from fedjax_mr.data import SOURCES, augment, partition
 from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.data.partition import PARTITIONS
+from fedjax_mr.data.sources import table, text, tfds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, kept, manifest, settings
 from fedjax_mr.experiment.loggers import LOGGERS
@@ -27,7 +32,7 @@ from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.precision import PRECISIONS
 from fedjax_mr.models.windows import CONVOLUTIONS
-from fedjax_mr.registry import USER_OBJECTS, is_supplied
+from fedjax_mr.registry import USER_OBJECTS, Registry, is_supplied
 from fedjax_mr.settings import LARGEST_INT32, field
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.transforms import ServerOptimizer
@@ -64,6 +69,9 @@ class Config(
     losses.Smoothed,
     losses.Huber,
     losses.Quantile,
+    tfds.LabelMode,
+    text.TextLength,
+    table.ColumnNames,
     partition.DirichletSize,
     partition.Shards,
     partition.Classes,
@@ -75,14 +83,18 @@ class Config(
     Attack,
     Robust,
     Exchange,
+    Deadline,
+    Asynchronous,
+    StalenessNumbers,
 ):
     """The configuration of a run. Every field except ``hyper`` and ``rows`` is a flag; ``--help=all`` explains them.
 
-    The defaults train FedMR on the embedded digits. Settings of our partitions and links stand in their own files.
+    The defaults train FedMR on the embedded digits. Settings of a source, a partition, a link ... stand in its file.
 
     Attributes:
       hyper: the strategy's hyper-parameters, an instance of its dataclass. Default: its defaults.
-      rows: settings of a user's partition and links, instances of their dataclasses. Default: their defaults.
+      rows: settings of a user's rows, such as a partition or links: instances of their dataclasses. Default: their
+        defaults.
     """
 
     # Each setting: default, help, range, and the source of the default. Without a source, the default is our choice.
@@ -93,25 +105,10 @@ class Config(
     task: str | None = _data(
         None, "Task of the federation: a class per sample, several labels, numbers, a class per pixel, the next token, "
         "or the time of an event. If omitted, the task of the dataset", names=TASKS, compiled="", short=True)
-    target: str | None = _data(
-        None, "Column of a CSV file to predict, or several separated by commas (survival: time,event). Required with a "
-        "CSV file")
-    client_column: str | None = _data(
-        None, "Column of a CSV file with the natural client of each row, such as a hospital. Default: there are none")
-    categorical: str | None = _data(
-        None, "Columns of a CSV file whose numbers are categories, separated by commas. Columns of texts always are")
-    drop_columns: str | None = _data(
-        None, "Columns of a CSV file that are not used, separated by commas")
     data_dir: str | None = _data(
         None, "Folder that holds the datasets. If omitted, the usual folder of each source", path=True, local=True,
         affects_results=False, per_process=True, short=True)
-    label_mode: str = _data(
-        "fine", "Labels of CIFAR-100: 100 classes (fine) or 20 (coarse)", choices=("fine", "coarse"),
-        source="the dataset's own labels; the FedMR authors' code trains on the coarse ones",
-        needs=("dataset", *LABEL_MODES))
     offline: bool = _data(False, "Never use the network, not even to look for data", affects_results=False)
-    text_length: int = _data(
-        48, "Tokens of a text. Longer texts are cut, shorter ones padded", unit="tokens", low=1, high=16_384)
     min_samples_per_client: int = _data(
         0, "Leave out natural clients with fewer samples, training and test samples counted together",
         unit="samples", low=0, source="all clients; the FedMR papers' FEMNIST: 100")
@@ -238,36 +235,14 @@ class Config(
         None, "Speeds of the clients' devices: all equal (uniform), lognormal, five classes, or a CSV file. The "
         "column clock is then the simulated time in seconds. If omitted: none, and uniform with --mode=async, "
         "--deadline or --over_select",
-        names=("uniform", "lognormal", "classes"), path=True, short=True)
-    deadline: float | None = _clock(
-        None, "Seconds after which a synchronous round ends without the clients that are late. If omitted, the server "
-        "waits for all uploads", unit="seconds", low=0, open_low=True)
-    late: str = _clock(
-        "drop", "Treatment of a client that would miss the --deadline: its upload is dropped (drop), or it uploads the "
-        "steps that it has done by then (partial)", choices=("drop", "partial"), needs=("deadline",))
-    over_select: float = _clock(
-        1.0, "R: a synchronous round asks R times --cohort clients, rounded up, and takes the first --cohort uploads. "
-        "The others are dropped", low=1, high=1000, source="our choice; Bonawitz et al., MLSys 2019: 1.3",
-        static=True)
+        names=FLEETS, path=True, short=True)
     mode: str = _clock(
         "sync", "Synchronous rounds (sync), or asynchronous clients (async): a round is then an update of the server "
         "by the next --cohort uploads that arrive", choices=("sync", "async"), short=True)
-    in_flight: int | None = _clock(
-        None, "async: clients M that train at the same time. If omitted, twice --cohort", unit="clients", low=1,
-        needs=("mode", "async"))
-    refill: str = _clock(
-        "update", "async: new clients start after each update (update), or one after each arrival (arrival)",
-        choices=("update", "arrival"), source="our choice; FedBuff and FedAsync: arrival", needs=("mode", "async"))
     staleness: str = _clock(
         "polynomial", "async: weight of an upload that is tau updates late: 1 (constant), (1 + tau)^-a (polynomial), "
         "or 1 up to tau = b and then 1 / (a (tau - b) + 1) (hinge)",
-        choices=("constant", "polynomial", "hinge"), source="FedBuff, Nguyen et al. 2022", needs=("mode", "async"))
-    staleness_a: float = _clock(
-        0.5, "async: a of --staleness", low=0, source="FedBuff, Nguyen et al. 2022; FedAsync's hinge: 10",
-        needs=("mode", "async"))
-    staleness_b: float = _clock(
-        4.0, "async: b of --staleness=hinge", low=0, source="FedAsync, Xie et al. 2019",
-        needs=("mode", "async"))
+        names=STALENESS, source="FedBuff, Nguyen et al. 2022", needs=("mode", "async"))
 
     metrics: str | None = _evaluation(
         None, "Numbers of a test, by name, separated by commas. The first one decides which model is best. If omitted, "
@@ -404,7 +379,7 @@ def hyper(config: Config) -> Any:
 
 
 def settings_of_row(config: Config, name: str, owner: type | None) -> Any:
-    """The settings of a partition or link: those of the configuration, else the defaults. None if it has none."""
+    """The settings of a row: those of the configuration, else the defaults. None if it has none."""
     if owner is None:
         return next((each for each in config.rows if type(each).__name__ == name), None)  # recorded without its code
     if issubclass(Config, owner):
@@ -427,22 +402,32 @@ def links(config: Config) -> Iterator[tuple[str, LinkRow, Any]]:
             yield name, row, values
 
 
+ROWS: dict[str, Registry] = {
+    "dataset": SOURCES,
+    "partition": PARTITIONS,
+    "augment": AUGMENTATIONS,
+    "loss": LOSSES,
+    "links": LINKS,
+    "fleet": FLEETS,
+    "staleness": STALENESS,
+}
+"""The settings that name rows with settings of their own, several separated by commas."""
+
+
 def _own_rows(values: Mapping[str, Any]) -> Iterator[tuple[str, type | None]]:
     """Yield the name and the dataclass of settings of each user's row that flags name."""
-    named, division, loss = values.get("links"), values.get("partition", Config.partition), values.get("loss")
-    rows: dict[str, Any] = {division: PARTITIONS.get(division)} | ({loss: LOSSES.get(loss)} if loss else {})
-    if (changed := values.get("augment") or "none") != "none":
-        rows[changed] = AUGMENTATIONS.get(changed)
-    rows |= {name: LINKS.get(name) for name in (named.split(",") if named else ())}
-    for name, row in rows.items():
-        if row is None or (row.settings is not None and not issubclass(Config, row.settings)):
-            yield name, row and row.settings
+    for setting, registry in ROWS.items():
+        named = values.get(setting, getattr(Config, setting))
+        for name in named.split(",") if named else ():
+            row = registry.get(name)
+            if row is None or (row.settings is not None and not issubclass(Config, row.settings)):
+                yield name, row and row.settings
 
 
 def all_settings(strategies: Collection[str] | None = None) -> Iterator[Setting]:
     """Yield the settings of the configuration, of users' rows, and of some strategies. Default: of all strategies."""
     yield from settings.settings_of(Config)
-    for name, row in (*PARTITIONS.items(), *AUGMENTATIONS.items(), *LOSSES.items(), *LINKS.items()):
+    for name, row in itertools.chain(*(registry.items() for registry in ROWS.values())):
         if row.settings is not None and not issubclass(Config, row.settings):
             yield from settings.settings_of(row.settings, f"{name}_")
     for name, row in STRATEGIES.items():

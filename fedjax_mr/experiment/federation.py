@@ -1,18 +1,11 @@
 """The federation of a configuration: its dataset, divided among its clients."""
 
-import functools
-
 from fedjax_mr import data
 from fedjax_mr.data import Dataset, FederatedData, divide
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.config import Config, settings_of_row
 from fedjax_mr.experiment.pretrained import tokenizer_of
-
-
-def _names(columns: str | None) -> list[str]:
-    """The names in a setting, separated by commas."""
-    return [name.strip() for name in columns.split(",")] if columns else []
 
 
 def federated_data(config: Config, *, dataset: Dataset | None = None) -> FederatedData:
@@ -26,24 +19,20 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
       UserError: as in `data.load` and `data.federate`, or K is more than N.
     """
     seed = config.seed if config.partition_seed is None else config.partition_seed
-    load = functools.partial(
-        data.load,
-        data_dir=config.data_dir,
-        offline=config.offline,
-        tokenizer=tokenizer_of(config.pretrained),
-        text_length=config.text_length,
-    )
-    if dataset is None:
-        columns = {name: _names(getattr(config, name)) for name in ("target", "categorical", "drop_columns")}
-        dataset = load(
-            config.dataset,
-            label_mode=config.label_mode,
-            task=config.task,
-            target=columns["target"],
-            client=config.client_column,
-            categorical=columns["categorical"],
-            drop=columns["drop_columns"],
+
+    def load(name: str, task: str | None = None) -> Dataset:
+        settings = settings_of_row(config, name, data.source_of(name).settings)
+        return data.load(
+            name,
+            data_dir=config.data_dir,
+            offline=config.offline,
+            tokenizer=tokenizer_of(config.pretrained),
+            task=task,
+            **({} if settings is None else vars(settings)),
         )
+
+    if dataset is None:
+        dataset = load(config.dataset, config.task)
     elif config.task not in (None, dataset.task.name):
         raise UserError(f"task={config.task}, but the samples are for {dataset.task.name}: leave it out")
     federated = data.federate(

@@ -26,6 +26,8 @@ from types import ModuleType
 from fedjax_mr import files
 from fedjax_mr.channel import LINKS
 from fedjax_mr.client.optimizers import OPTIMIZERS
+from fedjax_mr.clock.asynchronous import STALENESS
+from fedjax_mr.clock.fleet import FLEETS
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.data.partition import PARTITIONS
@@ -53,6 +55,8 @@ REGISTRIES: tuple[Registry, ...] = (
     TASKS,
     METRICS,
     LOSSES,
+    FLEETS,
+    STALENESS,
     LOGGERS,
 )
 _PINNED = re.compile(r"(.+)#([0-9a-f]{12})")

@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from fedjax_mr.experiment import streams
@@ -29,16 +28,11 @@ RESEND_SECONDS = 0.05  # by then the callback that dropped Ctrl-C has returned
 _received: list[int] = []  # signals that became a KeyboardInterrupt
 
 
-def begin(name: str) -> None:
+def begin() -> None:
     """Prepare a command of this package while it imports: Ctrl-C exits at once, and the standard streams work.
 
-    Programs that import the command's module keep their own handling.
-
-    Args:
-      name: ``__name__`` in the command's module.
+    The package calls it before its other imports, and only if it is imported for one of its commands.
     """
-    if name != "__main__" and Path(sys.argv[0]).stem != "fedjax-mr":  # the script imports `main`
-        return
     streams.prepare()
     if _is_default():
         signal.signal(signal.SIGINT, _exit_at_once)

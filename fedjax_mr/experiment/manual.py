@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import itertools
 import platform
 import re
 import sys
@@ -14,13 +15,14 @@ import jax
 
 from fedjax_mr import __version__, models
 from fedjax_mr.channel import LINKS
-from fedjax_mr.data import LABEL_MODES, SOURCES
+from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
+from fedjax_mr.data.sources.text import TextLength
 from fedjax_mr.data.sources.tfds import IMAGE_SETS
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import settings
-from fedjax_mr.experiment.config import COMMAND, GROUPS, Config
+from fedjax_mr.experiment.config import COMMAND, GROUPS, ROWS, Config
 from fedjax_mr.experiment.settings import Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.base import describe
@@ -64,12 +66,13 @@ def page(topic: str, width: int | None = None) -> str:
         return short_page(width) if not topic else all_flags(width)
     topic = topic.lstrip("-")
     kinds: dict[Callable[[str, int], str], Collection[str]] = {
-        _strategy: STRATEGIES, _data_set: SOURCES, _network: MODELS, _partition: PARTITIONS, _link: LINKS,
+        _strategy: STRATEGIES, _data_set: SOURCES, _network: MODELS, _partition: PARTITIONS,
+        **{functools.partial(_row, flag): rows for flag, rows in ROWS.items() if flag not in ("dataset", "partition")},
         _flag: _flags(),
     }  # fmt: skip
     pages = [write(topic, settings.help_width(width)) for write, names in kinds.items() if topic in names]
     if not pages:
-        known = [*STRATEGIES, *SOURCES, *MODELS, *PARTITIONS, *LINKS, *_flags()]
+        known = [*itertools.chain(*kinds.values())]
         nearest = difflib.get_close_matches(topic, known, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
         raise UserError(f"no help on {topic!r}{hint} (--help lists the topics)")
@@ -172,13 +175,14 @@ def _strategy(name: str, width: int) -> str:
 
 
 def _data_set(name: str, width: int) -> str:
-    facts = {"file": _file(SOURCES[name])}
+    row = SOURCES[name]
+    facts = {"file": _file(row.load)}
     if name in (*IMAGE_SETS, "sentiment"):
         facts["to prepare it"] = f"python -m fedjax_mr.data prepare {name} --data_dir=FOLDER"
-    flags = ["data_dir", "offline", *(["label_mode"] if name in LABEL_MODES else [])]
-    flags += ["text_length", "pretrained"] if SOURCES[name].__module__.endswith(".text") else []
-    flags += ["min_samples_per_client"] if SOURCES[name].__module__.endswith(".leaf") else []
-    return _page(f"--dataset={name}", _sentence(sys.modules.get(_module(SOURCES[name]))), facts, width, flags)
+    flags = ["data_dir", "offline", *_flags_of_row(name, row.settings)]
+    flags += ["pretrained"] if row.settings is TextLength else []
+    flags += ["min_samples_per_client"] if _module(row.load).endswith(".leaf") else []
+    return _page(f"--dataset={name}", _sentence(sys.modules.get(_module(row.load))), facts, width, flags)
 
 
 def _network(name: str, width: int) -> str:
@@ -200,15 +204,15 @@ def _partition(name: str, width: int) -> str:
     return _page(f"--partition={name}", _sentence(row.divide), {"file": _file(row.divide)}, width, flags)
 
 
-def _link(name: str, width: int) -> str:
-    row = LINKS[name]
-    return _page(
-        f"link {name}", _sentence(row.build), {"file": _file(row.build)}, width, _flags_of_row(name, row.settings)
-    )
+def _row(flag: str, name: str, width: int) -> str:
+    row, rows = ROWS[flag][name], ROWS[flag]
+    title = f"link {name}" if flag == "links" and rows.is_ours(name) else f"--{flag}={name}"
+    sentence = _sentence(row[0]) or _sentence(row.settings)
+    return _page(title, sentence, {"file": _file(row[0])}, width, _flags_of_row(name, row.settings))
 
 
 def _flags_of_row(name: str, owner: type | None) -> list[str]:
-    """The flags of a partition or link; those of a user begin with its name."""
+    """The flags of a row; those of a user's row begin with its name."""
     prefix = "" if owner is None or issubclass(Config, owner) else f"{name}_"
     return [setting.flag for setting in settings.settings_of(owner, prefix)]
 

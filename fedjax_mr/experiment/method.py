@@ -12,8 +12,8 @@ from fedjax_mr.channel import channel, privacy
 from fedjax_mr.channel.links import LINKS
 from fedjax_mr.client import local
 from fedjax_mr.client.schedules import schedule
-from fedjax_mr.clock import Cohorts, Schedule, asynchronous, constant, hinge, online, polynomial, with_late_clients
-from fedjax_mr.clock.asynchronous import Keys
+from fedjax_mr.clock import Cohorts, Schedule, asynchronous, online, with_late_clients
+from fedjax_mr.clock.asynchronous import STALENESS, Keys
 from fedjax_mr.data import Dataset
 from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.engine.round import Build
@@ -32,8 +32,8 @@ class Asynchrony:
 
     schedule: Schedule
     keys: Keys
-    numbers: tuple[Any, Any]  # a and b of the weight
-    weight: str = dataclasses.field(metadata=local.STATIC)
+    settings: Any  # of the weight
+    staleness: str = dataclasses.field(metadata=local.STATIC)
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +79,7 @@ def chosen(config: Config, *, secret: np.ndarray | None = None) -> Chosen:
     links = {name: for_programs(settings) for name, _, settings in configuration.links(config)}
     seed = np.int32(config.seed if config.partition_seed is None else config.partition_seed)
     ours = all(map(LINKS.is_ours, links)) and (server is None or SERVER_OPTIMIZERS.is_ours(config.server_optimizer))
+    ours &= config.mode == "sync" or STALENESS.is_ours(config.staleness)
     return Chosen(config.strategy, hyper, server, links, seed, poisson, secret, hidden, users_code=not ours)
 
 
@@ -91,8 +92,7 @@ def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
         inner = functools.partial(build_chosen, dataclasses.replace(chosen, clock=None))
         return online(inner, problem, clock.seconds, clock.keys)
     if clock is not None:
-        a, b = clock.numbers
-        weight = {"constant": constant, "polynomial": polynomial(a), "hinge": hinge(a, b)}[clock.weight]
+        weight = STALENESS[clock.staleness].build(clock.settings)
         inner = functools.partial(build_chosen, dataclasses.replace(chosen, clock=None))
         return asynchronous(inner, problem, clock.schedule, clock.keys, weight=weight)
     strategy, server = STRATEGIES[chosen.strategy].build(chosen.hyper, problem), chosen.server

@@ -14,21 +14,18 @@ from typing import Any, NamedTuple
 from fedjax_mr import registry
 from fedjax_mr.channel import LINKS
 from fedjax_mr.client import optimizers
-from fedjax_mr.client.optimizers import OPTIMIZERS
-from fedjax_mr.data import SOURCES, Dataset, is_file
-from fedjax_mr.data.augment import AUGMENTATIONS
-from fedjax_mr.data.partition import PARTITIONS
-from fedjax_mr.errors import UserError, did_you_mean, unknown_name
+from fedjax_mr.data import FILES, SOURCES, Dataset, is_file, source_of
+from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports, settings
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.loggers import LOGGERS
+from fedjax_mr.experiment.settings import Setting
 from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import MODELS, Model
+from fedjax_mr.registry import Registry
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
-from fedjax_mr.tasks import METRICS, TASKS
-from fedjax_mr.tasks.losses import LOSSES
 
 PUBLIC_SHARE = 0.1  # of methods that cannot do without public data, as in FedMe's and pFedHR's papers
 
@@ -107,14 +104,17 @@ def _full_name(kind: type) -> str:
 
 def _rows_used(config: Config) -> imports.Names:
     """The rows of the registries that a run uses."""
-    used = {(STRATEGIES.kind, config.strategy), (PARTITIONS.kind, config.partition)}
-    used |= {(OPTIMIZERS.kind, config.optimizer), (AUGMENTATIONS.kind, config.augment)}
-    used |= {(LOGGERS.kind, name) for name in config.logs} | {(METRICS.kind, name) for name in config.metric_names}
-    used |= {(kind.kind, name) for kind, name in ((TASKS, config.task), (LOSSES, config.loss)) if name is not None}
-    used |= {(MODELS.kind, name) for name in config.networks}
-    used |= {(SERVER_OPTIMIZERS.kind, config.server_optimizer)} if config.server_optimizer != "none" else set()
-    used |= {(LINKS.kind, name) for name, _, _ in configuration.links(config)}
-    return used | {(SOURCES.kind, name.partition("/")[0]) for name in (config.dataset, config.public_from) if name}
+    used = {(rows.kind, name.partition("/")[0]) for _, rows, name in _named(config)}
+    used |= {(SERVER_OPTIMIZERS.kind, config.server_optimizer), (SOURCES.kind, config.public_from or "")}
+    return used | {(LINKS.kind, name) for name, _, _ in configuration.links(config)}
+
+
+def _named(config: Config) -> Iterator[tuple[Setting, Registry, str]]:
+    """Yield each setting whose values are names of rows, the registry and a name."""
+    for setting, value in settings.values_of(config):
+        if isinstance(setting.info.names, Registry) and value is not None:
+            for name in value.split(","):
+                yield setting, setting.info.names, name
 
 
 # --- Public data -----------------------------------------------------------------------------------------------------
@@ -159,16 +159,10 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
         raise UserError(f"variables={config.variables} cannot be set: pass them as fmr.run(config, variables=...)")
     if config.dataset not in SOURCES and not registry.is_supplied(config.dataset) and not _is_path(config.dataset):
         raise unknown_name(SOURCES.kind, config.dataset, SOURCES)
-    for kind, name, rows in (("task", config.task, TASKS), ("loss", config.loss, LOSSES)):
-        if name is not None and name not in rows:
-            raise unknown_name(kind, name, rows)
-    if config.augment not in ("none", *AUGMENTATIONS):
-        raise unknown_name("augment", config.augment, ["none", *AUGMENTATIONS])
-    for name in config.metric_names:
-        if name not in METRICS:
-            raise unknown_name("metric", name, METRICS)
-    if config.partition not in PARTITIONS:
-        raise unknown_name("partition", config.partition, PARTITIONS)
+    for setting, rows, name in _named(config):
+        if name not in rows and name != setting.default and not setting.info.path and rows is not MODELS:
+            raise unknown_name(rows.kind, name, {*rows, *([] if setting.default is None else [setting.default])})
+    _check_source(config)
     if config.server_optimizer not in ("none", *SERVER_OPTIMIZERS):
         raise unknown_name("server_optimizer", config.server_optimizer, ["none", *SERVER_OPTIMIZERS])
     for name in config.links.split(",") if config.links else ():
@@ -193,6 +187,16 @@ def _check_together(config: Config, user_objects: UserObjects) -> None:
     number, count = config.process_id, config.num_processes
     if number is not None and count is not None and number >= count:
         raise UserError(f"process_id={number} is not below num_processes={count}: processes count from 0")
+
+
+def _check_source(config: Config) -> None:
+    """Refuse settings of other sources than that of the dataset."""
+    own = None if registry.is_supplied(config.dataset) else source_of(config.dataset).settings
+    owners = {row.settings for row in (*SOURCES.values(), *FILES.values()) if row.settings is not None}
+    for owner in owners - {own}:
+        for setting in settings.settings_of(owner) if issubclass(Config, owner) else ():
+            if (value := getattr(config, setting.name)) != setting.default:
+                raise UserError(f"{setting.name}={value} is no setting of dataset={config.dataset}: leave it out")
 
 
 def _check_networks(config: Config, user_objects: UserObjects) -> None:
@@ -279,8 +283,6 @@ def _check_clock(config: Config) -> None:
 
 def _check_logs(config: Config) -> None:
     for name in config.logs:
-        if name not in LOGGERS:
-            raise UserError(f"log={name!r} is not one of {', '.join(LOGGERS)}{did_you_mean(name, LOGGERS)}")
         needed = getattr(LOGGERS[name], "needs", None)
         if needed is not None and importlib.util.find_spec(needed) is None:
             raise UserError(f"log={name!r} needs {needed}: pip install 'fedjax-mr[{name}]'")

@@ -12,7 +12,7 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.channel.base import payload_shapes, upload_shapes
 from fedjax_mr.clock import Cohorts, Events, Schedule, choice, fleet, simulate, synchronous
-from fedjax_mr.clock.asynchronous import Keys
+from fedjax_mr.clock.asynchronous import STALENESS, Keys
 from fedjax_mr.clock.deadline import asked
 from fedjax_mr.clock.fleet import Seconds
 from fedjax_mr.clock.schedule import Duration
@@ -20,10 +20,11 @@ from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.round import CLIENT, CLOCK, DISPATCH, SELECT, round_key
 from fedjax_mr.engine.simulator import problem_of
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment.config import Config, settings_of_row
 from fedjax_mr.experiment.method import Asynchrony, Online, build_chosen, chosen, local_setting
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model
+from fedjax_mr.settings import for_programs
 from fedjax_mr.strategies import Problem
 from fedjax_mr.strategies.parts import select_uniformly
 
@@ -86,7 +87,14 @@ def devices_of(config: Config, federated: FederatedData, model: Model) -> tuple[
             "deadline= and over_select="
         )
     seed = config.seed if config.partition_seed is None else config.partition_seed
-    made = fleet.make(config.fleet or "uniform", federated.num_clients, batch_size=training.batch_size, seed=seed)
+    kind = config.fleet or "uniform"
+    made = fleet.make(
+        kind,
+        federated.num_clients,
+        batch_size=training.batch_size,
+        seed=seed,
+        settings=settings_of_row(config, kind, fleet.FLEETS[kind].settings) if kind in fleet.FLEETS else None,
+    )
     steps = np.asarray(training.num_steps(np.asarray(federated.sizes)))
     key = jax.random.fold_in(random_key(config.seed), CLOCK)
     down, up = (trees.num_bytes(shapes(strategy, problem)) for shapes in (payload_shapes, upload_shapes))
@@ -174,8 +182,8 @@ def clock_of(
 
 
 def _asynchrony(config: Config, schedule: Schedule) -> Asynchrony:
-    numbers = (np.float32(config.staleness_a), np.float32(config.staleness_b))
-    return Asynchrony(schedule, _keys_of_versions(config), numbers, config.staleness)
+    settings = for_programs(settings_of_row(config, config.staleness, STALENESS[config.staleness].settings))
+    return Asynchrony(schedule, _keys_of_versions(config), settings, config.staleness)
 
 
 def _online(config: Config, federated: FederatedData, model: Model) -> Online:

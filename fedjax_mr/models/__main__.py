@@ -1,10 +1,5 @@
 """The command ``python -m fedjax_mr.models``: print the table of all networks."""
 
-# ruff: noqa: E402
-from fedjax_mr.experiment import interrupts
-
-interrupts.begin(__name__)  # before the imports that take seconds
-
 import argparse
 import math
 import sys
@@ -15,7 +10,7 @@ import jax
 from jax.extend import core
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports
+from fedjax_mr.experiment import imports, interrupts
 from fedjax_mr.models import MODELS, Model, as_in_source
 from fedjax_mr.models.base import describe
 from fedjax_mr.models.platforms import skip_absent_accelerators

@@ -1,13 +1,11 @@
 """The command ``python -m fedjax_mr.testing``: run the contract with pytest."""
 
-from fedjax_mr.experiment import interrupts
-
-interrupts.begin(__name__)  # before the imports that take seconds
-
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from fedjax_mr.experiment import interrupts
 
 USAGE = """usage: python -m fedjax_mr.testing [--import=FILE ...] [pytest's options]
   test whether the strategies that FILE registers pass the contract. If --import is omitted: all strategies

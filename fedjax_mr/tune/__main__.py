@@ -1,16 +1,11 @@
 """The command ``python -m fedjax_mr.tune``: plan, train the trials, choose, test, and show a table."""
 
-# ruff: noqa: E402
-from fedjax_mr.experiment import interrupts
-
-interrupts.begin(__name__)  # before the imports that take seconds
-
 import sys
 from collections.abc import Sequence
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import manual
+from fedjax_mr.experiment import interrupts, manual
 from fedjax_mr.experiment.resolve import unequal_shares
 from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.experiment.settings import help_of

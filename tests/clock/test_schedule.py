@@ -160,7 +160,7 @@ def test_bad_settings_have_one_line(setting, words):
 
 def test_fleets(tmp_path):
     steps = np.full(5, 10)
-    for kind in fleet.KINDS:
+    for kind in fleet.FLEETS:
         made = fleet.make(kind, 5, batch_size=10, seed=0)
         draws = fleet.draw(jax.random.key(0), np.arange(5))
         seconds = made.durations(np.arange(5), draws, steps=steps, bytes_down=1e6, bytes_up=1e6).total

@@ -119,7 +119,7 @@ def bad(files):
             ["--dataset=cifar100", "--data_dir=tfds", "--offline"],
             "data prepare cifar100 --data_dir=tfds",
         ),
-        "coarse": (["--label_mode=coarse"], "digits has no coarse labels"),
+        "coarse": (["--label_mode=coarse"], "--label_mode=coarse is no setting of --dataset=digits"),
         "alpha": (["--alpha=0"], "--alpha=0.0 is out of range (allowed: > 0)"),
         "too many clients": (["--clients=1438"], "1438 clients are more than the 1437 training samples"),
         "filtered": (

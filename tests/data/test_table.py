@@ -84,7 +84,7 @@ def test_a_frame_a_dictionary_and_a_file_are_the_same_dataset(tmp_path):
     frame.to_csv(tmp_path / "p.tsv", index=False, sep="\t", encoding="utf-8-sig")
     ours = from_patients(name="p")
     others = [data.from_table(frame, "outcome", client="hospital", name="p")]
-    more = {"target": "outcome", "client": "hospital", "categorical": ["ward"]}
+    more = {"target": "outcome", "client_column": "hospital", "categorical": ["ward"]}
     others += [data.load(tmp_path / name, **more) for name in ("p.csv", "with row numbers.csv", "p.tsv")]
     for other in others:
         assert other.preparation == ours.preparation
@@ -99,7 +99,7 @@ def test_a_file_as_spreadsheets_write_it(tmp_path):
         *(f'{20 + row}.5 ;"a;b";{row % 2:02};{row % 3 > 0}' for row in range(30)),
     ]
     path.write_text("\r\n".join(lines), encoding="utf-8")
-    dataset = data.load(path, target="ill", client="site", task="multilabel")
+    dataset = data.load(path, target="ill", client_column="site", task="multilabel")
     assert dataset.preparation.columns == ("Body mass", "name") and dataset.client_names == ("00", "01")
     assert dataset.preparation.categories == ((), ("a;b",)) and dataset.task.name == "multilabel"
 
@@ -283,7 +283,7 @@ def test_which_arguments_a_dataset_takes(tmp_path):
         data.load(tmp_path / "p.csv")
     with pytest.raises(UserError, match=r"absent.csv does not exist"):
         data.load(tmp_path / "absent.csv", target="b")
-    with pytest.raises(UserError, match=r"target, client, .* name columns of a CSV file, which digits is not"):
+    with pytest.raises(UserError, match="digits has no setting target=: it has none"):
         data.load("digits", target="label")
     with pytest.raises(UserError, match="table is a list: pass a pandas frame, a dictionary of columns or a CSV file"):
         data.from_table([1, 2], "a")

@@ -95,7 +95,7 @@ def archive(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("name, modes", [("cifar10", ["fine"]), ("cifar100", ["fine", "coarse"])])
+@pytest.mark.parametrize("name, modes", [("cifar10", [{}]), ("cifar100", [{}, {"label_mode": "coarse"}])])
 def test_cifar_is_prepared_and_read_without_tensorflow(archive, tmp_path, monkeypatch, name, modes):
     known, rows = archive(name)
     for module in ("tensorflow", "tensorflow_datasets"):
@@ -104,8 +104,9 @@ def test_cifar_is_prepared_and_read_without_tensorflow(archive, tmp_path, monkey
     place = tfds.prepare(DataRequest(name, str(folder)))
     assert [place] == list(folder.iterdir())  # and nothing else is left
     assert tfds.prepare(DataRequest(name, str(folder), offline=True)) == place
-    for mode in modes:
-        dataset = data.load(name, data_dir=str(folder), label_mode=mode, offline=True)
+    for settings in modes:
+        dataset = data.load(name, data_dir=str(folder), offline=True, **settings)
+        mode = settings.get("label_mode", "fine")
         train, test = (np.concatenate([rows[each] for each in part]) for part in (known.train, known.test))
         byte = list(known.classes).index(tfds.LABELS[mode])
         for x, y, part in ((dataset.x, dataset.y, train), (dataset.test_x, dataset.test_y, test)):
@@ -242,7 +243,7 @@ class TestBadInput:
 
     def test_coarse_labels_elsewhere(self, write_image_set):
         folder, _ = write_image_set("cifar10")
-        with pytest.raises(UserError, match="cifar10 has no coarse labels; only cifar100 has label_mode=coarse"):
+        with pytest.raises(UserError, match="cifar10 has no setting label_mode=: it has none"):
             data.load("cifar10", data_dir=folder, label_mode="coarse")
 
 

@@ -180,7 +180,7 @@ def test_calls_with_wrong_arguments_are_one_line():
         (lambda: one.run(state, 0), "rounds=0 must be a whole number of at least 1"),
         (lambda: one.run((state, report)), "a state comes from init(), or is the first of the two results of run"),
         (lambda: one.client(-1), "client_id=-1 must be a whole number from 0 to 5"),
-        (lambda: one.attacked(state, 9), "target=9 is the label of no test sample: choose one of 0..2"),
+        (lambda: one.attacked(state, 9), "attack_target=9 is the label of no test sample: choose one of 0..2"),
     ):
         with pytest.raises(fmr.UserError) as error:
             call()

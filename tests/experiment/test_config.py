@@ -129,7 +129,7 @@ def test_bad_flags(arguments, parts):
         ({"model": "cnn_digit"}, ["model 'cnn_digit'", "did you mean 'cnn_digits'?"]),
         ({"dataset": "digit"}, ["dataset 'digit'", "did you mean 'digits'?"]),
         ({"partition": "dirichlett"}, ["partition 'dirichlett'", "did you mean 'dirichlet'?"]),
-        ({"optimizer": "sgdd"}, ["optimizer='sgdd'", "did you mean 'sgd'?"]),
+        ({"optimizer": "sgdd"}, ["optimizer 'sgdd'", "did you mean 'sgd'?"]),
         ({"cohort": 21}, ["cohort=21", "clients=20"]),
         ({"lr": -0.1}, ["lr=-0.1", "> 0"]),
         ({"lr": 0}, ["lr=0", "> 0"]),

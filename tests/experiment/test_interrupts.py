@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import fedjax_mr
 from fedjax_mr.deploy import server
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import interrupts, streams
@@ -69,21 +70,38 @@ def test_without_ctrl_c_nothing_changes():
 
 
 @pytest.mark.parametrize(
-    ("name", "program", "expected"),
+    ("words", "expected"),
     [
-        ("__main__", "/package/fedjax_mr/main.py", True),  # python -m fedjax_mr.main
-        ("fedjax_mr.main", "/usr/bin/fedjax-mr", True),
-        ("fedjax_mr.main", "train.py", False),
-        ("fedjax_mr.sweep.__main__", "", False),  # in a notebook
-        ("__mp_main__", "/package/fedjax_mr/sweep/__main__.py", False),  # a process that the command has started
+        ("-m fedjax_mr.main --lr=1", True),
+        ("-X dev -m fedjax_mr.sweep", True),
+        ("/usr/bin/fedjax-mr --lr=1", True),
+        ("train.py -m", False),
+        ("-m pytest -m fedjax_mr.main", False),
+        ("-m fedjax_mr.sweep.process 6", False),  # a process that the command has started
+        ("-c from_multiprocessing --multiprocessing-fork", False),
+        ("", False),  # interactive
     ],
 )
-def test_only_commands_change_what_ctrl_c_does(monkeypatch, name, program, expected):
-    monkeypatch.setattr(sys, "argv", [program])
-    monkeypatch.setattr(interrupts.atexit, "register", lambda function: None)
-    monkeypatch.setattr(interrupts.streams, "prepare", lambda: None)
-    interrupts.begin(name)
-    assert (signal.getsignal(signal.SIGINT) is interrupts._exit_at_once) == expected
+def test_only_commands_change_what_ctrl_c_does(monkeypatch, words, expected):
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words.split()])
+    assert fedjax_mr._is_for_a_command() == expected
+
+
+@pytest.mark.parametrize("name", ["sweep", "data"])  # packages, whose own imports come before the command's
+def test_ctrl_c_while_a_command_imports_is_one_line(name):
+    slow = "import signal, os, sys; os.kill(os.getpid(), signal.SIGINT)"  # at the first import of JAX
+    script = f"""
+import runpy, sys
+class Press:
+    def find_spec(self, name, *rest):
+        if name == "jax":
+            {slow}
+sys.orig_argv[1:] = ["-m", "fedjax_mr.{name}"]
+sys.meta_path.insert(0, Press())
+runpy.run_module("fedjax_mr.{name}", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (interrupts.EXIT_CODE, interrupts.LINE)
 
 
 def test_importing_the_package_imports_nothing_and_its_names_leave_signals_and_devices_alone():

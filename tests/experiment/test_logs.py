@@ -44,9 +44,9 @@ def begun(config=None):
     [
         (
             ["--log=tensorbord"],
-            "log='tensorbord' is not one of tensorboard, wandb, mlflow, trackio; did you mean 'tensorboard'?",
+            "unknown logger 'tensorbord'; did you mean 'tensorboard'? (known: mlflow, tensorboard, trackio, wandb)",
         ),
-        (["--log=mlflow,"], "log='' is not one of"),
+        (["--log=mlflow,"], "unknown logger ''"),
         (["--log=wandb"], "log='wandb' needs nothing_of_this_name: pip install 'fedjax-mr[wandb]'"),
         (["--log=mlflow,wandb"], "log='wandb' needs nothing_of_this_name"),
     ],

@@ -20,7 +20,7 @@ from fedjax_mr.experiment.messages import flags_in_errors, with_flags
         ("pfedbayes", "lr=0.1, hyper.lr=0.2, or hyper.lr", "--lr=0.1, --pfedbayes_lr=0.2, or --pfedbayes_lr"),
         ("heterofl", "pass hyper.widths=(1.0, 0.5)", "pass --heterofl_widths=1.0 --heterofl_widths=0.5"),
         ("fedme", "or hyper.clustering=False", "or --nofedme_clustering"),
-        ("fedavg", "target=99 is no class", "--attack_target=99 is no class"),
+        ("fedavg", "attack_target=99 is no class", "--attack_target=99 is no class"),
         ("fedavg", "outliers=9 needs cohort=19", "--robust_outliers=9 needs --cohort=19"),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,6 +15,7 @@ import fedjax_mr as fmr
 from fedjax_mr import main
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports
+from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.method import strategy_of
 
 MINE = """
@@ -56,6 +58,46 @@ def shrink(settings, problem):
 
 
 fmr.LINKS["shrink"] = fmr.LinkRow(shrink, Shrink)
+
+
+@dataclasses.dataclass(frozen=True)
+class Few:
+    every: int = fmr.field(2, "the digits of which one is kept, of so many", low=1)
+
+
+def few(request):
+    digits = fmr.data.load("digits")
+    every = request.settings.every
+    return dataclasses.replace(digits, name=request.name, x=digits.x[::every], y=digits.y[::every])
+
+
+fmr.SOURCES["few"] = fmr.Source(few, Few)
+fmr.SOURCES["all_of_them"] = lambda request: fmr.data.load("digits")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow:
+    seconds: float = fmr.field(2.0, "seconds of a step of the slow half", low=0)
+
+
+def half_slow(num_clients, *, batch_size, rng, seconds):
+    times = np.where(rng.permutation(num_clients) % 2, seconds, 1).astype(np.float32)
+    return fmr.Fleet(*np.zeros((5, num_clients), np.float32), *np.full((2, num_clients), np.inf))._replace(
+        seconds_per_step=times
+    )
+
+
+fmr.FLEETS["half_slow"] = fmr.FleetRow(half_slow, Slow)
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    of_late: float = fmr.field(0.5, "weight of every stale upload", low=0)
+
+
+fmr.STALENESS["flat"] = fmr.StalenessRow(
+    lambda settings: lambda tau: jnp.where(tau > 0, settings.of_late, 1.0), Factor
+)
 fmr.SERVER_OPTIMIZERS["steps"] = lambda settings, several: optax.sgd(settings.server_lr)
 """
 SMALL = [
@@ -114,6 +156,29 @@ def test_the_settings_of_a_users_rows_are_flags(mine):
     assert configuration.to_json(config)["by_label_mixed"] == 0.25
     assert [name for name, _, _ in configuration.links(config)] == ["shrink"]
     assert configuration.parse([*configuration.to_flags(config)]) == config
+
+
+def test_a_users_source_has_settings(mine):
+    config = configuration.parse([mine, *SMALL, "--dataset=few", "--few_every=3"])
+    assert configuration.to_json(config)["few_every"] == 3
+    assert len(federated_data(config).dataset.y) == 479
+    assert len(fmr.data.load("few", every=4).y) == 360 and len(fmr.data.load("all_of_them").y) == 1437
+    with pytest.raises(fmr.UserError, match=r"few has no setting evry=: it has every; did you mean 'every'\?"):
+        fmr.data.load("few", evry=3)
+    with pytest.raises(fmr.UserError, match="every=0 is out of range"):
+        fmr.data.load("few", every=0)
+
+
+def test_a_users_fleet_and_weight_of_staleness_have_settings(mine):
+    clocks = []
+    for seconds in (5, 10):
+        config = configuration.parse([mine, *SMALL, "--fleet=half_slow", f"--half_slow_seconds={seconds}"])
+        clocks.append(fmr.run(config, record=False).rows[-1]["clock"])
+    assert clocks[1] == 2 * clocks[0]
+    late = [mine, "--fleet=half_slow", "--mode=async", "--cohort=1", "--in_flight=3", "--rounds=4"]
+    ours = models(*late, "--staleness=constant")
+    np.testing.assert_allclose(models(*late, "--staleness=flat", "--flat_of_late=1"), ours, atol=1e-6)
+    assert np.abs(models(*late, "--staleness=flat", "--flat_of_late=0.1") - ours).max() > 1e-3
 
 
 def test_a_users_rows_have_pages_of_help(mine, capsys):
@@ -200,7 +265,7 @@ def test_rows_of_the_wrong_kind_are_refused(tmp_path, monkeypatch, capsys):
     assert "fmr.LINKS['wrong'] takes fmr.LinkRow(build, settings)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["link", "server optimizer"])
+@pytest.mark.parametrize("kind", ["link", "server optimizer", "staleness"])
 def test_rows_that_change_under_their_name_are_traced_anew(kind, monkeypatch):
     """A notebook's cell that runs again, or a variable that the row reads, must not meet an earlier program."""
     factor = 1.0
@@ -213,7 +278,17 @@ def test_rows_that_change_under_their_name_are_traced_anew(kind, monkeypatch):
 
     monkeypatch.setitem(fmr.LINKS, "own", fmr.LinkRow(link))
     monkeypatch.setitem(fmr.SERVER_OPTIMIZERS, "own", lambda settings, several: optax.sgd(factor))
-    flag = "--links=own" if kind == "link" else "--server_optimizer=own"
-    whole = models(flag)
+    monkeypatch.setitem(
+        fmr.STALENESS, "own", fmr.StalenessRow(lambda settings: lambda tau: jnp.full(tau.shape, factor))
+    )
+    flags = {
+        "link": ["--links=own"],
+        "server optimizer": ["--server_optimizer=own"],
+        "staleness": ["--mode=async", "--staleness=own", "--cohort=1", "--in_flight=3", "--rounds=4"],
+    }[kind]
+    whole = models(*flags)
     factor = 0.5
-    np.testing.assert_allclose(models(flag), whole / 2, atol=1e-6)
+    if kind == "staleness":  # which only changes late uploads
+        assert np.abs(models(*flags) - whole).max() > 1e-3
+    else:
+        np.testing.assert_allclose(models(*flags), whole / 2, atol=1e-6)

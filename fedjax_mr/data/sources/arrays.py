@@ -6,14 +6,13 @@ would have to repeat the conversion.
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedjax_mr import files
 from fedjax_mr.data import inputs, npz
-from fedjax_mr.data.federated import Dataset, first_position
+from fedjax_mr.data.federated import DataRequest, Dataset, first_position
 from fedjax_mr.data.values import as_array, ids, is_missing
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.tasks import TASKS, Classification, Task
@@ -38,18 +37,14 @@ def is_file(name: str) -> bool:
     return name.endswith((".npz", *_RECIPES))
 
 
-def load(path: Path | str, *, task: str | None = None) -> Dataset:
-    """Read an .npz file.
-
-    Args:
-      path: the file.
-      task: a name of `tasks.TASKS`. Default: the array ``task`` of the file, or classification.
+def load(request: DataRequest) -> Dataset:
+    """Read an .npz file. The task is by default that of the array ``task`` of the file, or classification.
 
     Raises:
       UserError: the file is missing, empty or truncated, its arrays do not match, or it has another suffix. In the last
         case the message says how to convert it.
     """
-    path = files.expand_home(path)
+    path, task = files.expand_home(request.name), request.task
     if path.suffix in _RECIPES:
         suffix, recipe = _RECIPES[path.suffix]
         target = path.with_suffix(suffix)

@@ -19,10 +19,35 @@ from fedjax_mr.data.preparation import Preparation
 from fedjax_mr.data.sources import arrays
 from fedjax_mr.data.values import ids
 from fedjax_mr.errors import UserError, unknown_name
+from fedjax_mr.settings import field
 from fedjax_mr.tasks import TASKS, Classification, Multilabel, Regression, Survival, Task
 
 MOST_NUMBERED_CLASSES = 30  # a target with more different numbers may be meant for a regression
 SUPPORTED = (Classification, Multilabel, Regression, Survival)
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnNames:
+    """The settings of a CSV file: names of columns, separated by commas. In Python also a sequence of names."""
+
+    # fmt: off
+    target: str | None = field(
+        None, "Column of a CSV file to predict, or several separated by commas (survival: time,event). Required with a "
+        "CSV file", group="Data", compiled="no")
+    client_column: str | None = field(
+        None, "Column of a CSV file with the natural client of each row, such as a hospital. Default: there are none",
+        group="Data", compiled="no")
+    categorical: str | None = field(
+        None, "Columns of a CSV file whose numbers are categories, separated by commas. Columns of texts always are",
+        group="Data", compiled="no")
+    drop_columns: str | None = field(
+        None, "Columns of a CSV file that are not used, separated by commas", group="Data", compiled="no")
+    # fmt: on
+
+
+def _names(columns: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names in a setting."""
+    return tuple(each.strip() for each in columns.split(",")) if isinstance(columns, str) else tuple(columns or ())
 
 
 def load(request: DataRequest) -> Dataset:
@@ -31,17 +56,21 @@ def load(request: DataRequest) -> Dataset:
     Raises:
       UserError: no target is named, or as in `from_table`.
     """
-    if not request.target:
+    targets = _names(request.settings.target)
+    if not targets:
         names = ", ".join(list(table_columns.read(request.name, request.name))[:20])
         raise UserError(
             f"{request.name} is a table: name the column to predict, --target=COLUMN or from_table(file, COLUMN); it "
             f"has {names}"
         )
-    target = request.target[0] if len(request.target) == 1 else request.target
     return from_table(
-        request.name, target, task=request.task, client=request.client, categorical=request.categorical,
-        drop=request.drop,
-    )  # fmt: skip
+        request.name,
+        targets[0] if len(targets) == 1 else targets,
+        task=request.task,
+        client=request.settings.client_column,
+        categorical=_names(request.settings.categorical),
+        drop=_names(request.settings.drop_columns),
+    )
 
 
 def from_table(

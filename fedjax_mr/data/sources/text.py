@@ -30,6 +30,7 @@ from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.data.values import ids
 from fedjax_mr.errors import UserError
+from fedjax_mr.settings import field
 from fedjax_mr.tasks import Classification, Language, of_facts
 from fedjax_mr.tasks.language import IGNORED
 
@@ -45,6 +46,15 @@ DOMAINS = {
     "tweets": "tweets", "movies": "movieReviewSnippets", "products": "amazonReviewSnippets",
     "editorials": "nytEditorialSnippets",
 }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TextLength:
+    """The settings of texts."""
+
+    text_length: int = field(
+        48, "Tokens of a text. Longer texts are cut, shorter ones padded", unit="tokens", low=1, high=16_384,
+        group="Data", compiled="no")  # fmt: skip
 
 
 def from_texts(
@@ -116,15 +126,16 @@ def _next_tokens(x: np.ndarray) -> np.ndarray:
 
 def _cached(name: str, request: DataRequest, sources: list[Path], read: Callable[[], dict[str, Any]]) -> Dataset:
     """The dataset of the arguments of `from_texts` that ``read`` returns."""
-    settings = {"tokenizer": request.tokenizer, "length": request.text_length, "task": request.task}
+    length = request.settings.text_length
+    arguments = {"tokenizer": request.tokenizer, "length": length, "task": request.task}
     if request.tokenizer is not None and (file := Path(request.tokenizer) / tokens.TOKENIZER).is_file():
         sources = [*sources, file]
     unit = "words" if request.tokenizer is None else "tokens"
-    kind = f"text{FORMAT}-{name}-{request.text_length}-{unit}"
+    kind = f"text{FORMAT}-{name}-{length}-{unit}"
     kind += "" if request.task in (None, Classification.name) else f"-{request.task}"
 
     def build() -> dict[str, Any]:
-        dataset = from_texts(**read(), **settings, name=name)
+        dataset = from_texts(**read(), **arguments, name=name)
         fields = [each.name for each in dataclasses.fields(dataset)]
         values = {each: value for each in fields if (value := getattr(dataset, each)) is not None}
         return values | {"task": dataset.task.facts()}
@@ -224,7 +235,7 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 # ---- Files and folders of users
 
 
-def load_file(name: str, request: DataRequest) -> Dataset:
+def load_file(request: DataRequest) -> Dataset:
     """Read a file of JSON Lines: text, label, and optionally client, domain and split (train or test; default: train).
 
     The rows of the test set may lack client. Language models need no label.
@@ -232,7 +243,7 @@ def load_file(name: str, request: DataRequest) -> Dataset:
     Raises:
       UserError: the file is missing or damaged, a line lacks a value, or no line is a training sample.
     """
-    path = files.expand_home(name)
+    path = files.expand_home(request.name)
     if not path.is_file():
         raise UserError(f"data file {path} does not exist (names of datasets have no '/' and no suffix)")
 
@@ -262,7 +273,7 @@ def _labels(request: DataRequest, kind: Any = None) -> dict[str, Any]:
     return {} if request.task == Language.name else {"label": kind}
 
 
-def load_folder(name: str, request: DataRequest) -> Dataset:
+def load_folder(request: DataRequest) -> Dataset:
     """Read a folder written by ``save_to_disk`` of Hugging Face's ``datasets``: a dataset, or parts train and test.
 
     Columns: text, label, and optionally client and domain. The test part may lack client.
@@ -273,8 +284,8 @@ def load_folder(name: str, request: DataRequest) -> Dataset:
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise UserError(f"{name} needs datasets: pip install 'fedjax-mr[hf]'") from None
-    path = files.expand_home(name.removeprefix(FOLDER_PREFIX))
+        raise UserError(f"{request.name} needs datasets: pip install 'fedjax-mr[hf]'") from None
+    path = files.expand_home(request.name.removeprefix(FOLDER_PREFIX))
 
     def read() -> dict[str, Any]:
         try:

@@ -8,6 +8,7 @@ CIFAR-10 and MNIST. Deviation: the images of EMNIST are stored transposed and ar
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import os
@@ -31,6 +32,17 @@ from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
 from fedjax_mr.data.sources import cifar
 from fedjax_mr.errors import UserError
+from fedjax_mr.settings import field
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelMode:
+    """The settings of CIFAR-100."""
+
+    label_mode: str = field(
+        "fine", "Labels of CIFAR-100: 100 classes (fine) or 20 (coarse)", choices=("fine", "coarse"), group="Data",
+        compiled="no", source="the dataset's own labels; the FedMR authors' code trains on the coarse ones",
+        needs=("dataset", "cifar100"))  # fmt: skip
 
 
 class ImageSet(NamedTuple):
@@ -77,7 +89,7 @@ def load(request: DataRequest) -> Dataset:
     sources = [place] if place.is_file() else [path for path in place.iterdir() if path.is_file()]
     decode = cifar.decode if place.is_file() else _decode
     values = cached(f"{name}-{place.name}", sources, lambda: decode(place, name))
-    label = LABELS[request.label_mode]
+    label = LABELS[request.settings.label_mode if isinstance(request.settings, LabelMode) else "fine"]
     return Dataset(
         name, values["x"], values[f"{label}_train"], values["test_x"], values[f"{label}_test"],
         num_classes=values[f"{label}_classes"], mean=known.mean, std=known.std,
