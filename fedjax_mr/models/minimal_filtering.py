@@ -42,7 +42,7 @@ TAPS, OUTPUTS = (3, 5), (2, 4)  # r and m, per direction
 # Measured on one core of a CPU with AVX2, in multiply-adds of a product that take as long:
 TRANSFORMED = 18  # for one number of a transformed image
 OF_KERNEL = 90  # for one number of a transformed kernel, which is large and used once per step
-WORTHWHILE = 1.5  # direct cost over ours: less is lost again in compilation, which takes a second longer per layer
+WORTHWHILE = 1.6  # direct cost over ours: less is lost again in compilation, which takes a second longer per layer
 
 BLOCK = 100  # tiles of a block of images, on CPU: few enough for the cache, and enough rows for products
 
