@@ -59,8 +59,9 @@ def cached_dataset(name: str, sources: Iterable[Path], build: Callable[[], Datas
         found = {each: value for each in fields if (value := getattr(dataset, each)) is not None}
         return found | {"task": dataset.task.facts()}
 
-    found = cached(name, sources, values)
-    return Dataset(**found | {"task": of_facts(found["task"])})
+    found: dict[str, Any] = cached(name, sources, values)
+    found["task"] = of_facts(found["task"])
+    return Dataset(**found)
 
 
 def _write(values: dict[str, Any], path: Path) -> None:

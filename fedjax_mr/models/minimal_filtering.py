@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ def _forward(x, kernel, pads, tile):
     return convolve(x, kernel, pads, tile), (x, kernel)
 
 
-def _backward(pads, tile, residuals, gradient):
+def _backward(pads, tile, residuals, gradient) -> Any:
     return gradients(*residuals, gradient, pads, tile)
 
 
@@ -186,8 +186,9 @@ def _gradients_forward(x, kernel, gradient, pads, tile):
 def _gradients_backward(pads, tile, residuals, weights):
     # Like both gradients, these are derivatives of the sum of y * (x convolved with k), linear in x, in k and in y.
     x, kernel, gradient = residuals
-    of_x, of_kernel = gradients(*weights, gradient, pads, tile)
-    return of_x, of_kernel, convolve(weights[0], kernel, pads, tile) + convolve(x, weights[1], pads, tile)
+    of_x, of_kernel = cast(Any, gradients(*weights, gradient, pads, tile))
+    both = convolve(weights[0], kernel, pads, tile), convolve(x, weights[1], pads, tile)
+    return of_x, of_kernel, jnp.add(*cast(Any, both))
 
 
 gradients.defvjp(_gradients_forward, _gradients_backward)

@@ -42,7 +42,7 @@ class Record:
           UserError: the folder cannot be written, is in use, is damaged or belongs to another federation.
         """
         self.rows: dict[tuple[int, Coalition], dict[str, float]] = {}
-        self._folder, self._lock = folder and files.expand_home(folder), None
+        self._folder, self._lock = None if folder is None else files.expand_home(folder), None
         if self._folder is None:
             return
         try:

@@ -182,7 +182,8 @@ def _train_block(
                 "weight that is not finite (a smaller lr or a clip_norm may help)"
             )
     models = jax.device_get(together.deployed(state))
-    return {pair: _test(simulator, trees.take(models, number)) for number, pair in enumerate(pairs)}
+    one = lambda number: jax.tree.map(lambda leaf: leaf[number], models)
+    return {pair: _test(simulator, one(number)) for number, pair in enumerate(pairs)}
 
 
 def _require_cohort(simulator: Simulator, slots: int, clients: Coalition, *, vacant: bool) -> None:
