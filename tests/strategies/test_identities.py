@@ -85,7 +85,7 @@ def test_one_client_alone_is_plain_sgd(engine, close, strategy):
 @pytest.mark.parametrize(("clients", "cohort"), [(20, 5), (20, 20), (50_000, 100)])
 def test_uniform_selection_takes_the_largest_words(clients, cohort):
     sizes = jnp.arange(clients, dtype=jnp.int32)
-    problem: Any = SimpleNamespace(num_clients=clients, cohort_size=cohort, sizes=sizes)
+    problem: Any = SimpleNamespace(num_clients=clients, cohort_size=cohort, sizes=sizes, present=None)
     select = jax.jit(lambda key: select_uniformly(problem, key))
     for seed in range(5):
         key = jax.random.key(seed)

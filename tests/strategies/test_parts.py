@@ -86,7 +86,7 @@ def test_the_server_steps_beyond_the_mean_but_takes_its_statistics():
 
 @pytest.mark.parametrize("sizes, share", [((4, 1, 2), 3 / 6), ((4, 0, 2), 2 / 6), ((0, 0, 0), 0.0)])
 def test_late_clients_do_not_count_as_participants(sizes, share):
-    problem: Any = SimpleNamespace(cohort_size=3, num_clients=6)
+    problem: Any = SimpleNamespace(cohort_size=3, num_clients=6, num_present=6)
     taken = parts.participation(problem, Cohort(jnp.arange(3), jnp.array(sizes)))
     np.testing.assert_allclose(taken, share, rtol=1e-6)
 
