@@ -17,7 +17,7 @@ import optax
 from optax import contrib
 
 from fedjax_mr import trees
-from fedjax_mr.errors import UserError, did_you_mean
+from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.registry import Registry
 
 NUMBERS = ("lr", "momentum", "weight_decay")
@@ -109,7 +109,7 @@ def check(name: str, *, momentum: float, weight_decay: float) -> None:
       UserError: the optimizer is unknown, or a number is set that it does not have. The default momentum is not set.
     """
     if name not in OPTIMIZERS:
-        raise UserError(f"optimizer={name!r} is not one of {', '.join(OPTIMIZERS)}{did_you_mean(name, OPTIMIZERS)}")
+        raise unknown_name("optimizer", name, OPTIMIZERS)
     for number, value, unset in (("momentum", momentum, (0, MOMENTUM)), ("weight_decay", weight_decay, (0,))):
         if value not in unset and not has(name, number):
             having = ", ".join(each for each in OPTIMIZERS if has(each, number))
