@@ -299,6 +299,15 @@ def test_a_run_that_is_older_than_a_setting_keeps_what_it_did(tmp_path, strategy
     assert getattr(configuration.load(tmp_path).hyper, name) == now
 
 
+def test_a_run_that_is_older_than_the_choice_of_convolutions_keeps_the_direct_ones(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"strategy": "fedavg"}))
+    saved, now = configuration.load(tmp_path), configuration.parse(["--strategy=fedavg"])
+    assert (saved.convolution, now.convolution) == ("direct", "auto")
+    assert "convolution: auto (saved direct)" in configuration.differences(now, saved)
+    again = configuration.parse(["--strategy=fedavg", "--convolution=direct"])
+    assert not any(each.startswith("convolution") for each in configuration.differences(again, saved))
+
+
 def test_digest():
     digests = {
         configuration.digest(Config(**changes)) for changes in ({}, {"lr": 0.77}, {"seed": 1}, {"strategy": "indep"})
