@@ -29,7 +29,7 @@ LIBRARY = "package_data/plotly.min.js"  # in the package plotly
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 FILES = ("summary.json", "metrics.csv", "clients.csv", "config.json", "run.flags", "curves.png", "partition.png",
          "personal.png")  # fmt: skip
-MOST_SUMMARIES = 8  # lines of the verdict without paired seeds
+MOST_SUMMARIES = 4  # lines of the verdict without paired seeds
 MOST_LINKED = 200  # runs whose files are linked
 X = ("round", "clock", "bytes", "images", "seconds")  # possible x, if the runs have them
 
@@ -187,13 +187,11 @@ def _add_runs(content: dict[str, Any], chosen: Sequence[RunRecord]) -> None:
     names = groups.titles_of(settings)
     looks = plots.looks(names, {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)})
     if not content["verdict"]:
-        if judged := verdicts.below_table(lines):
+        if judged := verdicts.below_table(lines, names):
             *content["verdict"], about = [each.removeprefix("verdict: ") for each in judged]
             content["notes"].append(about)
         else:
-            content["verdict"] = [_summary(name, line) for name, line in zip(names, lines, strict=True)][
-                :MOST_SUMMARIES
-            ]
+            content["verdict"] = _summaries(names, lines)
     columns: dict[str, None] = {}
     for name, (_, members) in zip(names, settings, strict=True):
         look, seeds = looks[name], []
@@ -219,6 +217,19 @@ def _add_runs(content: dict[str, Any], chosen: Sequence[RunRecord]) -> None:
     )
     content["tables"].append(_settings_table(settings, names))
     content["paths"] = [run.path for run in chosen if not kept.is_kept(run.path)]
+
+
+def _summaries(names: Sequence[str], lines: Sequence[tables.Line]) -> list[str]:
+    """The best settings by their means, if no seeds are paired, so that nothing can be said about differences."""
+    sign = -1 if lines[0].metric.higher_is_better else 1
+
+    def place(pair: tuple[str, tables.Line]) -> float:
+        mean = pair[1].of("last_10").mean
+        return math.inf if mean is None else sign * mean
+
+    ordered = sorted(zip(names, lines, strict=True), key=place)
+    shown = [_summary(name, line) for name, line in ordered[:MOST_SUMMARIES]]
+    return shown + ([f"and {len(lines) - len(shown)} more settings"] if len(lines) > len(shown) else [])
 
 
 def _summary(name: str, line: tables.Line) -> str:
@@ -255,16 +266,19 @@ def _clients(members: Sequence[RunRecord]) -> list[list[Any]]:
 
 
 def _settings_table(settings: Sequence[tuple[Mapping[str, Any], Sequence[RunRecord]]], names: Sequence[str]) -> dict:
-    """The settings that differ, a row per setting, and those that all share."""
+    """The settings that differ, a row per setting; then those that all share, and those of single methods."""
     known = [titles.facts(members[0].config) for _, members in settings]
     varied = titles.varied(known)
-    missing = [flag for flag in dict.fromkeys(flag for each in known for flag in each) if flag not in varied]
-    varied += [flag for flag in missing if any(flag not in each for each in known)]
     shown = lambda value: "" if value is None else json.dumps(value).strip('"')
     rows = [[flag, *(shown(each.get(flag)) for each in known)] for flag in varied]
-    common = {flag: shown(value) for flag, value in known[0].items() if flag not in varied}
-    note = " ".join(f"--{flag}={value}" for flag, value in common.items() if value != "")
-    return {"title": "Settings that differ", "head": ["setting", *names], "rows": rows, "note": f"All: {note}"}
+    flags = [flag for flag in dict.fromkeys(flag for each in known for flag in each) if flag not in varied]
+    common = [flag for flag in flags if all(flag in each for each in known)]
+    words = lambda chosen, own: " ".join(f"--{flag}={shown(own[flag])}" for flag in chosen if own.get(flag) is not None)
+    notes = [f"All: {words(common, known[0])}"]
+    for name, own in zip(names, known, strict=True):
+        if text := words([flag for flag in flags if flag not in common], own):
+            notes.append(f"{name}: {text}")
+    return {"title": "Settings that differ", "head": ["setting", *names], "rows": rows, "notes": notes}
 
 
 def _links(paths: Sequence[Path], parent: Path) -> list[dict[str, Any]]:

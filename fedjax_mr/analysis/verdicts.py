@@ -100,30 +100,34 @@ class Judged(NamedTuple):
     verdict: Verdict
 
 
-def of_lines(lines: Sequence[Line]) -> list[list[Judged]]:
+def of_lines(lines: Sequence[Line], names: Sequence[str] = ()) -> list[list[Judged]]:
     """The best line against each other one, for each problem with several lines that share at least three seeds.
 
     Two lines have the same problem if their data, division, evaluations and rounds are the same. The best line is
     chosen by the results, so the error probability is divided by the number of all pairs of lines.
+
+    Args:
+      lines: the lines.
+      names: their names. Default: as in the table.
     """
-    problems: dict[str, list[Line]] = {}
-    for line in lines:
+    problems: dict[str, list[tuple[str, Line]]] = {}
+    for name, line in zip(names or [groups.name(line.setting) for line in lines], lines, strict=True):
         if line.finished:
             key = [problem(line.runs[0].config), line.rounds, line.metric.name]
-            problems.setdefault(json.dumps(key, sort_keys=True), []).append(line)
+            problems.setdefault(json.dumps(key, sort_keys=True), []).append((name, line))
     return [judged for several in problems.values() if (judged := _best_against_others(several))]
 
 
-def _best_against_others(lines: Sequence[Line]) -> list[Judged]:
+def _best_against_others(named: Sequence[tuple[str, Line]]) -> list[Judged]:
+    names, lines = zip(*named, strict=True)
     sign = 1.0 if lines[0].metric.higher_is_better else -1.0
     values = [_by_seed(line, sign) for line in lines]
     pairs = [pair for pair in itertools.combinations(range(len(lines)), 2) if _shared(values, *pair) >= FEWEST]
     if not pairs:
         return []
-    means = [sum(each.values()) / len(each) for each in values]
+    means = [sum(each.values()) / max(1, len(each)) for each in values]
     best = max({place for pair in pairs for place in pair}, key=lambda place: means[place])
     alpha, margin = ALPHA / len(pairs), MARGIN if lines[0].metric.unit == "fraction" else 0.0
-    names = [groups.name(line.setting) for line in lines]
     return [
         Judged(names[best], names[other], _judge(values[best], values[other], margin, alpha))
         for other in sorted(range(len(lines)), key=lambda place: -means[place])
@@ -164,9 +168,14 @@ def line(judged: Sequence[Judged], unit: Unit) -> str:
     return f"{best} has the best mean: {'; '.join(parts)}"
 
 
-def below_table(lines: Sequence[Line]) -> list[str]:
-    """The verdicts below a table of accuracies, one line per problem, and how they are meant. Empty without any."""
-    found = of_lines(lines)
+def below_table(lines: Sequence[Line], names: Sequence[str] = ()) -> list[str]:
+    """The verdicts below a table of accuracies, one line per problem, and how they are meant. Empty without any.
+
+    Args:
+      lines: the lines of the table.
+      names: their names. Default: as in the table.
+    """
+    found = of_lines(lines, names)
     if not found:
         return []
     metric = lines[0].metric
