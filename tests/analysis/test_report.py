@@ -14,7 +14,6 @@ from fedjax_mr.analysis import report
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.experiment.config import Config
 
-
 LIBRARY = report.library
 
 
