@@ -181,12 +181,12 @@ def values_of(several: Sequence[Sequence[MetricsRow]], metric: str, budget: str)
     found = []
     for rows, places_of in zip(several, places, strict=True):
         within = [row for row, place in zip(rows, places_of, strict=True) if place <= limit]
-        values = [row.get(metric) for row in within[-LAST:]]
-        if not values:
+        values = [row[metric] for row in within[-LAST:] if row.get(metric) is not None]
+        if not within:
             raise UserError(
                 f"no evaluation is within the {budget} of the other method: evaluate more often (eval_every)"
             )
-        if None in values:
+        if len(values) < len(within[-LAST:]):
             raise UserError(f"an evaluation has no {metric}, or one that is not finite")
         found.append(statistics.fmean(values))
     return found

@@ -50,7 +50,7 @@ def test_a_comparison_ends_when_it_is_decided(trained, capsys, gain, expected, w
     seeds = len(read()["pairs"][0]["seeds"])
     assert seeds % 5 == 0 and seeds <= 15 and len(asked) == 2 * seeds  # in blocks, and not all thirty
     assert {seed for _, seed in asked} == set(range(seeds))
-    assert "independent and normal" in out and "at most 0.05" in out and "Equal rounds" in out
+    assert "independent and normal" in out and "at most 0.05" in out and "At equal rounds" in out
 
 
 def test_it_is_undecided_after_the_budget(trained, capsys):
