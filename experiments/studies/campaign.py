@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
         if gain > 0:
             others = [dataclasses.replace(each, seed=FIRST_OF_VERDICTS) for each in (candidate, best)]
             place = folder / f"verdict_{number}"
-            verdict = fmr.compare(*others, folder=place, most_seeds=arguments.most_seeds).verdicts()[0, 1]
+            verdict = fmr.compare(*others, folder=place, most_seeds=arguments.most_seeds, batch=False).verdicts()[0, 1]
             shown = f"{verdict.outcome} ({100 * verdict.mean:+.2f})"
             rows[-1][3:] = [shown, str(verdict.count)]
             steps.append(verdict.outcome)
