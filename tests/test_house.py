@@ -49,7 +49,7 @@ LIBRARY = {
 # Downwards only; a room may use its own files. The longest name that fits a module counts.
 LABORATORY = {
     "__init__": {"api"},
-    "api": {"experiment", "whatif"},
+    "api": {"compare", "experiment", "whatif"},
     "main": {"experiment"},
     "export": {"experiment"},
     "predict": {"experiment"},
@@ -58,6 +58,7 @@ LABORATORY = {
     "sweep": {"experiment"},
     "sweep.__main__": {"analysis", "experiment", "sweep"},
     "tune": {"analysis", "experiment", "sweep"},
+    "compare": {"analysis", "experiment", "sweep"},
     "whatif": {"experiment", "plots"},
     "whatif.__main__": {"experiment", "sweep.grids", "whatif"},  # the form of --seeds
     "deploy": {"experiment"},
