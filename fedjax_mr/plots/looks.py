@@ -23,7 +23,7 @@ METHODS = (
     "heterofl", "fedlc", "adaptivefl", "fedswa", "fedmoswa", "perfedavg", "pfedbayes",
     "fedproto", "fedtgp", "fedper", "fedbn", "lgfedavg", "gitfl", "fedbuff",
     "fedasync", "fedsa", "cabafl", "fedit", "ffalora", "fedsalora", "fedexlora",
-    "flora", "flexlora", "hetlora", "rolora",
+    "flora", "flexlora", "hetlora", "rolora", "fedsubavg",
 )  # fmt: skip
 _OTHERS = 63  # the first look of methods that are not listed; there are 21 of them
 

@@ -33,6 +33,7 @@ from fedjax_mr.strategies import (
     fedprox,
     fedsa,
     fedsmoo,
+    fedsubavg,
     fedswa,
     flatness,
     fml,
@@ -152,6 +153,7 @@ _OURS: dict[str, dict[str, Row]] = {
             contract=Contract(extrapolating=fedexp.Hyper(epsilon=0.0)),
         ),
         "clusamp": Row(clusamp.build, clusamp.Hyper, "Fraboni et al., ICML 2021", title="CluSamp"),
+        "fedsubavg": Row(fedsubavg.build, fedsubavg.Hyper, "Ding et al., NeurIPS 2022", title="FedSubAvg"),
     },
     "drift": {
         "fedprox": Row(fedprox.build, fedprox.Hyper, "Li et al., MLSys 2020", title="FedProx"),

@@ -29,6 +29,7 @@ TABLE = {
     "fedswa": AS_FEDAVG,
     "fedmoswa": lambda s, p: (K * (s + p), K * (s + p)),
     "fedexp": AS_FEDAVG,
+    "fedsubavg": AS_FEDAVG,
     "fedbuff": AS_FEDAVG,
     "gitfl": AS_FEDAVG,
     "fedsa": lambda s, p: (K * (s + 1), K * s),
