@@ -50,6 +50,7 @@ def test_with_one_step_of_sgd_it_is_the_gradient_step_of_fedavg(close):
     close(found.server.inner.model, expected.server.model)
 
 
+@jax.numpy_dtype_promotion("standard")  # optax's Adam divides by 1 - decay**count, a float to an integer power
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "schedule_free"])
 def test_a_client_that_keeps_its_optimizer_trains_as_without_a_break(optimizer, close):
     """With one client, two rounds of one step are one round of two steps."""
@@ -81,9 +82,14 @@ def test_methods_whose_clients_do_more_than_train_are_refused(engine):
 
 
 def test_the_flag_keeps_the_velocity(tmp_path):
-    config = dict(dataset="digits", model="logistic", clients=4, cohort=4, rounds=2, local_epochs=1, batch_size=200)
-    run = lambda **more: fmr.run(fmr.Config(**config, **more), folder=tmp_path / str(len(more))).rows[-1]["train_loss"]
-    assert run(keep_optimizer=True) != run()
+    def last_loss(keep):
+        config = fmr.Config(
+            dataset="digits", model="logistic", clients=4, cohort=4, rounds=2, local_epochs=1, batch_size=200,
+            keep_optimizer=keep, run_dir=str(tmp_path / str(keep)), progress=False, devices=1,
+        )  # fmt: skip
+        return fmr.run(config).rows[-1]["train_loss"]
+
+    assert last_loss(True) != last_loss(False)
 
 
 def test_recombined_models_each_have_an_outer_optimizer(engine, close):

@@ -53,7 +53,7 @@ def test_with_a_rate_of_zero_the_clients_start_from_the_global_model(engine, clo
 
 def test_a_client_is_tested_with_its_start_and_an_untrained_one_with_the_global_model(engine):
     one = engine("fedala", "linear", hyper=Hyper(layers=0, rate=5.0), cohort=3)
-    progress, _ = one.run(one.init(), 2)
+    progress, _ = one.run(one.init(), 1)
     strategy, constants = one.strategy, one.constants
 
     @jax.jit

@@ -40,7 +40,7 @@ def test_a_round_keeps_the_copies_of_each_tensor_and_says_what_it_sent(engine):
     one = engine("gossipmr", "normed", cohort=6)
     problem, strategy = one.constants.problem, one.strategy
     state = jax.device_get(one.init()).server
-    uploads = random_like(state.models)
+    uploads = random_like(jax.tree.map(lambda leaf: leaf + 1, state.models))  # no number is 0
     cohort = first_cohort(problem)
     new, info = jax.jit(strategy.server_update)(state, {"model": uploads}, cohort, jnp.int32(3), jax.random.key(0))
     moved = 0
