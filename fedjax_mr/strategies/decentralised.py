@@ -48,7 +48,7 @@ def decentralised(problem: Problem, graph: Graph) -> Strategy:
         personal_part=lambda state, client_id: trees.take(state.models, client_id),
         personal_model=lambda part, memory, data, key: part,
         traffic=traffic,
-        stale="lost",
+        stale="uploaded",
     )
 
 
