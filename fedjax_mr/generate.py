@@ -1,7 +1,7 @@
 """Write a text with the trained language model of a run, and print it.
 
-The network must predict the next token and be of Llama's architecture, and its tokens those of a tokenizer (--pretrained
-or --tokenizer of the run). A text ends after --tokens, or at the first special token.
+The network must be of Llama's architecture, and its tokens those of a tokenizer (--pretrained or --tokenizer of the
+run). A text ends after --tokens, or at the first special token.
 """
 
 import sys

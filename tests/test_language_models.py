@@ -29,13 +29,13 @@ def config(lines, folder, **options):
     settings = {
         "dataset": lines, "task": "language", "text_length": 16, "join_texts": True, "tokenizer": "bytes",
         "model": "llama_tiny", "adapter": "lora", "lora_rank": 2, "lora_targets": "*/kernel", "partition": "natural",
-        "clients": 0, "cohort": 2, "rounds": 2, "local_epochs": 1, "batch_size": 4, "eval_every": 2, "lr": 0.01,
-        "optimizer": "adam", "devices": 1, "progress": False, "run_dir": str(folder), "strategy": "fedavg",
+        "clients": 0, "cohort": 2, "rounds": 2, "local_epochs": 1, "batch_size": 4, "eval_every": 2, "lr": 0.5,
+        "devices": 1, "progress": False, "run_dir": str(folder), "strategy": "fedavg",
     }  # fmt: skip
     return fmr.Config(**(settings | options))
 
 
-METHODS = ("fedavg", "fedmr", "fedcross", "ditto", "local")
+METHODS = ("fedmr", "fedavg", "fedcross", "ditto", "local")
 OTHERS = {
     "int8": {"compress": "int8"}, "topk": {"compress": "topk"},
     "private": {"dp_clip": 1.0, "dp_noise": 0.1}, "asynchronous": {"mode": "async"},
@@ -46,17 +46,16 @@ OTHERS = {
 @pytest.mark.parametrize(
     "options",
     [
-        *({"strategy": method} for method in METHODS[:2]),
-        *(pytest.param({"strategy": method}, marks=pytest.mark.slow) for method in METHODS[2:]),
+        *({"strategy": method} for method in METHODS[:1]),
+        *(pytest.param({"strategy": method}, marks=pytest.mark.slow) for method in METHODS[1:]),
         *(pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in OTHERS.items()),
     ],
     ids=lambda options: options["strategy"],
 )
 def test_adapters_of_a_language_model_learn(lines, tmp_path, options):
-    result = fmr.run(config(lines, tmp_path / "run", rounds=8, lr=0.02, **options))
-    prefix = "personal_" if options.get("strategy") in ("ditto", "local") else ""
-    start, *_, end = (row[f"{prefix}perplexity"] for row in result.rows)
-    assert np.isfinite(end) and end < 0.9 * start
+    result = fmr.run(config(lines, tmp_path / "run", **options))
+    personal = options.get("strategy") in ("ditto", "local")
+    assert result.rows[-1]["personal_perplexity" if personal else "perplexity"] < 200  # all bytes alike: 257
 
 
 def test_a_trained_run_writes_texts_and_is_exported(lines, tmp_path, capsys):

@@ -51,7 +51,7 @@ def generate(
             f"a text needs count >= 1, temperature >= 0 and 0 < top_p <= 1, not {count}, {temperature} and {top_p}"
         )
     vocabulary = model.task.width
-    if not prompts or not all(len(each) and 0 <= min(each) and max(each) < vocabulary for each in prompts):
+    if not prompts or not all(len(each) and min(each) >= 0 and max(each) < vocabulary for each in prompts):
         raise UserError(f"a prompt needs at least one token, and tokens from 0 to {vocabulary - 1}")
     known = np.array([len(each) for each in prompts], np.int32)
     tokens = np.zeros((len(prompts), known.max() + count), np.int32)
