@@ -19,6 +19,7 @@ one run only. All data are synthetic.
 `HEAVY` have one local epoch, and with ``--quick`` 100 samples per client. The contestants:
 
 * ``ours``: the engine as users run it.
+* ``direct``: the same with ``--convolution=direct``, for networks that minimal filtering makes other programs of.
 * ``plain``: the same network with ``nn.Conv`` and ``nn.max_pool``, all clients side by side (``vmap``), two steps per
   client.
 * ``torch_loop``: one client after the other through a DataLoader, as in the papers' code.
@@ -71,6 +72,7 @@ from fedjax_mr.strategies import fedme
 CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
 HEAVY = ("cnn_mcmahan", "resnet20", "lstm1", "vgg16")  # one local epoch on CPU
 ON_GPU_ONLY = ("vgg16",)
+FILTERED = ("cnn_mcmahan", "cnn_femnist", "resnet20", "vgg16")  # some of whose layers `--convolution=auto` filters
 QUICK_SECONDS = 12  # one turn of ResNet-20 takes ten on two cores
 PAUSE_SECONDS = 0.5
 COMPARED = ("lenet5", "cnn_mcmahan", "cnn_femnist", "resnet20", "lstm1", "vgg16")
@@ -424,7 +426,7 @@ def in_its_own_process(function: Callable, *args: Any) -> Any:
 
 
 def compare_models(options: Options) -> Rows:
-    """Four rows per network. Each network has its own process."""
+    """A row per contestant of each network. Each network has its own process."""
     rows: Rows = []
     for name in options.models:
         result = in_its_own_process(compare_engines, name, options)
@@ -448,12 +450,15 @@ def compare_engines(name: str, options: Options) -> Rows:
     }  # fmt: skip
     config = fmr.Config(**settings)
     ours = Contestant("ours", config, dataset=dataset, warm_up=1)
+    contestants: list[Any] = [ours]
+    if name in FILTERED and jax.default_backend() == "cpu":
+        direct = dataclasses.replace(config, convolution="direct")
+        contestants.append(Contestant("direct", direct, dataset=dataset, warm_up=1))
     product = Product(ours.engine.axis.num_devices)
     opponents = torch_contestants(name, dataset, epochs)
-    take_turns([product, ours, *opponents], options.repeats, seconds=options.seconds)
+    take_turns([product, *contestants, *opponents], options.repeats, seconds=options.seconds)
     for opponent in opponents:
         opponent.stop()
-    contestants: list[Any] = [ours]
     if not options.quick:
         two_steps = dataclasses.replace(config, local_epochs=1)
         plain = Contestant(
