@@ -21,7 +21,9 @@ from fedjax_mr.analysis.paired import BETTER, EQUAL, WORSE
 from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.folder import read_summary, run_state
 
-START: dict[str, Any] = {"strategy": "fedavg", "rounds": 60, "eval_every": 2, "local_epochs": 1, "model": "mlp"}
+START: dict[str, Any] = {
+    "strategy": "fedavg", "rounds": 60, "eval_every": 2, "local_epochs": 1, "model": "mlp", "devices": 1,
+}  # fmt: skip
 CANDIDATES: tuple[dict[str, Any], ...] = (
     {"lr": 0.1}, {"momentum": 0.9}, {"batch_size": 20}, {"weight_decay": 1e-4}, {"strategy": "fedmr"},
     {"lr_schedule": "cosine"}, {"clip_norm": 1.0}, {"strategy": "fedprox"}, {"local_epochs": 2}, {"lr": 0.07},
@@ -52,7 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
         if gain > 0:
             others = [dataclasses.replace(each, seed=FIRST_OF_VERDICTS) for each in (candidate, best)]
             place = folder / f"verdict_{number}"
-            verdict = fmr.compare(*others, folder=place, most_seeds=arguments.most_seeds).verdicts()[0, 1]
+            verdict = fmr.compare(*others, folder=place, most_seeds=arguments.most_seeds, batch=False).verdicts()[0, 1]
             shown = f"{verdict.outcome} ({100 * verdict.mean:+.2f})"
             rows[-1][3:] = [shown, str(verdict.count)]
             steps.append(verdict.outcome)

@@ -75,7 +75,7 @@ class Comparison:
             mean = statistics.fmean(values) if values else None
             rows.append([name, str(len(values)), tables.plus_minus(mean, deviation, digits=unit.digits)])
         budget = BUDGETS[self.ledger["equal"]]
-        notes = [f"Equal {budget}; {self._seeds()}", ASSUMPTION.format(alpha=self.ledger["error"])]
+        notes = [f"At equal {budget}; {self._seeds()}", ASSUMPTION.format(alpha=self.ledger["error"])]
         return "\n".join([*self.sentences(), "", tables.aligned(rows), "", *self._differences(), *notes])
 
     def values(self, method: int) -> dict[int, float]:
@@ -133,11 +133,8 @@ def _finite(value: float) -> float | None:
 
 
 def _verdict(found: Mapping[str, Any]) -> Verdict:
-    low, high = (
-        (-math.inf if found["low"] is None else found["low"]),
-        (math.inf if found["high"] is None else found["high"]),
-    )
-    return Verdict(**(dict(found) | {"low": low, "high": high}))
+    infinite: dict[str, Any] = {"low": -math.inf, "high": math.inf}
+    return Verdict(**{name: infinite.get(name) if value is None else value for name, value in found.items()})
 
 
 def replay(path: Path | str) -> Comparison:

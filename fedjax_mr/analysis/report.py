@@ -31,6 +31,8 @@ FILES = ("summary.json", "metrics.csv", "clients.csv", "config.json", "run.flags
          "personal.png")  # fmt: skip
 MOST_SUMMARIES = 4  # lines of the verdict without paired seeds
 MOST_LINKED = 200  # runs whose files are linked
+VERDICTS, RESULTS, TRIALS = "Verdicts", "Results", "Trials of the tuning"
+PLACES = {title: place for place, title in enumerate((VERDICTS, RESULTS, TRIALS))}  # of tables; others follow
 X = ("round", "clock", "bytes", "images", "seconds")  # possible x, if the runs have them
 
 
@@ -110,12 +112,11 @@ def page(paths: Sequence[Path], parent: Path) -> dict[str, Any]:
         else:
             with_runs.append(path)
         if (path / "trials.csv").exists():
-            content["tables"].append(
-                _csv_table("Trials of the tuning (chosen on validation samples)", path / "trials.csv")
-            )
+            content["tables"].append(_csv_table(TRIALS, path / "trials.csv"))
             with_runs[-1] = path / "tests" if kept.find(path / "tests") else path
     if with_runs:
         _add_runs(content, groups.find(with_runs))
+    content["tables"].sort(key=lambda table: PLACES.get(table["title"], len(PLACES)))
     content["links"] = _links(content.pop("paths", []), parent)
     return content
 
@@ -125,7 +126,7 @@ def _add_comparison(content: dict[str, Any], path: Path) -> None:
     known, unit = found.ledger, verdicts.Unit.of(found.ledger["metric"])
     content["verdict"] += found.sentences()
     budget = ledger.BUDGETS[known["equal"]]
-    content["notes"] += [f"Equal {budget}.", ledger.ASSUMPTION.format(alpha=known["error"])]
+    content["notes"] += [f"At equal {budget}.", ledger.ASSUMPTION.format(alpha=known["error"])]
     if known["tuning"]:
         rounds = ", ".join(f"{name} {count:,}" for name, count in known["tuning"]["rounds"].items())
         content["notes"].append(f"Settings tuned before on other seeds, for these numbers of rounds: {rounds}.")
@@ -135,7 +136,7 @@ def _add_comparison(content: dict[str, Any], path: Path) -> None:
         shown = [unit.signed(verdict.mean), *ends, f"{verdict.e_value:.3g}", str(verdict.count), verdict.outcome]
         rows.append([found.names[first], found.names[second], *shown])
     head = ["method", "against", f"difference{unit.words}", "from", "to", "e-value", "seeds", "verdict"]
-    content["tables"].append({"title": f"Verdicts on {known['metric'].replace('_', ' ')}", "head": head, "rows": rows})
+    content["tables"].append({"title": VERDICTS, "head": head, "rows": rows})
 
 
 def _add_contributions(content: dict[str, Any], path: Path) -> None:
@@ -212,9 +213,7 @@ def _add_runs(content: dict[str, Any], chosen: Sequence[RunRecord]) -> None:
         each for each in X if any(each in seed["values"] for curve in content["curves"] for seed in curve["seeds"])
     ]
     head, *rows = tables.accuracy_cells(lines)
-    content["tables"].insert(
-        0, {"title": "Results (mean ± standard deviation over the seeds)", "head": head, "rows": rows}
-    )
+    content["tables"].append({"title": RESULTS, "head": head, "rows": rows})
     content["tables"].append(_settings_table(settings, names))
     content["paths"] = [run.path for run in chosen if not kept.is_kept(run.path)]
 

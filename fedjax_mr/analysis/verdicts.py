@@ -21,6 +21,7 @@ PROBLEM = tuple(
 )  # settings that are the same for methods that are compared
 MARGIN = 0.01  # of a fraction such as the accuracy: one percentage point
 FEWEST = 3  # seeds of a verdict below a table
+NAMED = 4  # methods in a line; others are counted
 
 
 def problem(config: Config) -> dict[str, Any]:
@@ -164,7 +165,8 @@ def line(judged: Sequence[Judged], unit: Unit) -> str:
     parts = []
     for outcome, text in words.items():
         if others := [each.second for each in judged if each.verdict.outcome == outcome]:
-            parts.append(f"{text} {', '.join(others)}")
+            more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+            parts.append(f"{text} {', '.join(others[:NAMED])}{more}")
     return f"{best} has the best mean: {'; '.join(parts)}"
 
 

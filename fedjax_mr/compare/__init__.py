@@ -13,7 +13,6 @@ after a kill, and writes the same ledger again, bit for bit.
 
 import sys
 import types
-from typing import Any
 
 from fedjax_mr.analysis.ledger import Comparison, replay
 from fedjax_mr.compare.train import compare
@@ -24,8 +23,7 @@ __all__ = ["Comparison", "compare", "replay"]
 class _Callable(types.ModuleType):
     """This room with the call of its function, because ``fmr.compare`` is the name of both."""
 
-    def __call__(self, *methods: Any, **options: Any) -> Comparison:
-        return compare(*methods, **options)
+    __call__ = staticmethod(compare)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -1,7 +1,7 @@
 """The methods of a comparison: one problem, different settings."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,6 @@ def _problem(config: Config, budget: str) -> dict[str, Any]:
 
 
 def different(methods: Sequence[Method]) -> dict[str, list[Any]]:
-    """The settings in which methods differ, by flag: the value of each method, None if it has no such setting."""
-    known: list[Mapping[str, Any]] = [configuration.decisive(configuration.portable(each.config)) for each in methods]
-    flags = dict.fromkeys(flag for each in known for flag in each)
-    values = {flag: [each.get(flag) for each in known] for flag in flags}
-    return {flag: each for flag, each in values.items() if any(value != each[0] for value in each)}
+    """The settings in which the methods that have them differ, by flag: the value of each method, None without one."""
+    known = [configuration.decisive(configuration.portable(each.config)) for each in methods]
+    return {flag: [each.get(flag) for each in known] for flag in titles.varied(known)}

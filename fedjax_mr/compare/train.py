@@ -52,6 +52,7 @@ def compare(
     equal: str = "rounds",
     folder: Path | str = "runs/compare",
     tuning: Mapping[str, Any] | None = None,
+    batch: bool = True,
     train: Train | None = None,
     progress: bool = False,
     **objects: Any,
@@ -77,7 +78,9 @@ def compare(
         to its last evaluation within the amount of the shorter one.
       folder: folder of the runs and of the ledger. An interrupted call continues in it.
       tuning: facts about the choice of the settings, for the ledger.
-      train: trains runs to their ends. Default: in this process, the runs of a block in one program where that pays.
+      batch: whether the runs of a method in a block train in one program where that pays. Such a program compiles
+        longer, so False is faster for runs of a few seconds.
+      train: trains runs to their ends. Default: in this process.
       progress: whether to write the progress to standard error.
       **objects: ``dataset``, ``model`` and ``variables``, as in `fedjax_mr.run`; the same for all methods.
 
@@ -121,7 +124,7 @@ def compare(
         ],
     }
     _require_same(folder, ledger)
-    train = train or (lambda runs: train_here(runs, objects))
+    train = train or (lambda runs: train_here(runs, objects, batch=batch))
     for first in range(first_seed, first_seed + most_seeds, block):
         undecided = [pair for pair in ledger["pairs"] if until == "budget" or _outcome(pair) == UNDECIDED]
         if not undecided:
@@ -181,12 +184,12 @@ def values_of(several: Sequence[Sequence[MetricsRow]], metric: str, budget: str)
     found = []
     for rows, places_of in zip(several, places, strict=True):
         within = [row for row, place in zip(rows, places_of, strict=True) if place <= limit]
-        values = [row.get(metric) for row in within[-LAST:]]
-        if not values:
+        values = [row[metric] for row in within[-LAST:] if row.get(metric) is not None]
+        if not within:
             raise UserError(
                 f"no evaluation is within the {budget} of the other method: evaluate more often (eval_every)"
             )
-        if None in values:
+        if len(values) < len(within[-LAST:]):
             raise UserError(f"an evaluation has no {metric}, or one that is not finite")
         found.append(statistics.fmean(values))
     return found
@@ -260,21 +263,21 @@ def _require_same(folder: Path, ledger: Mapping[str, Any]) -> None:
 # --- In this process -------------------------------------------------------------------------------------------------
 
 
-def train_here(runs: Sequence[PlannedRun], objects: Mapping[str, Any]) -> None:
-    """Train runs in this process, or resume them: the runs of a method in one program where that pays.
+def train_here(runs: Sequence[PlannedRun], objects: Mapping[str, Any], *, batch: bool = True) -> None:
+    """Train runs in this process, or resume them: with ``batch``, those of a method in one program where that pays.
 
     Raises:
       UserError: bad input.
     """
-    for batch in batches([each for each in runs if each.state() not in ("finished", "diverged")]):
+    for several in batches([each for each in runs if each.state() not in ("finished", "diverged")]):
         interrupts.check()
-        ready = [_ready(each) for each in batch]
-        if len(ready) > 1 and pays(ready[0]):
+        ready = [_ready(each) for each in several]
+        if batch and len(ready) > 1 and pays(ready[0]):
             try:
                 run_together(ready, **objects)
                 continue
             except UserError:  # such as a method that works on the host between rounds
-                ready = [_ready(each) for each in batch if each.state() not in ("finished", "diverged")]
+                ready = [_ready(each) for each in several if each.state() not in ("finished", "diverged")]
         for each in ready:
             try:
                 run(each, record=False, **objects)

@@ -30,8 +30,7 @@ class Tuned(NamedTuple):
         """Read the folder of a tuning.
 
         Raises:
-          UserError: it is not the folder of a tuning, has not chosen a setting of some method, or gave the methods
-            unequal numbers of trials.
+          UserError: it is not the folder of a tuning, or has not chosen a setting of some method.
         """
         folder = files.expand_home(folder)
         try:
@@ -46,9 +45,8 @@ class Tuned(NamedTuple):
         except (KeyError, ValueError, TypeError) as error:
             raise UserError(f"{folder / 'trials.csv'} is damaged ({error})") from None
         counts = {name: len(each) for name, each in own.items()}
-        if len(set(counts.values())) > 1 or not seeds:
-            words = ", ".join(f"{name} {count}" for name, count in counts.items())
-            raise UserError(f"--tuned={folder}: the methods had unequal numbers of trials ({words}): tune them alike")
+        if not seeds or 0 in counts.values():
+            raise UserError(f"--tuned={folder} has no trials of {', '.join(strategies)}: tune these methods together")
         pairs = {name: [line[2:].split("=", 1) for line in lines if line[:2] == "--"] for name, lines in flags.items()}
         rounds = {name: sum(each) * len(seeds) for name, each in own.items()}
         return cls({name: dict(each) for name, each in pairs.items()}, counts, rounds, seeds)

@@ -39,6 +39,16 @@ def test_two_methods_get_a_sentence_with_numbers(keep, capsys):
     assert "verdict: fedmr is better than fedavg: +10.20 points [+9.82, +10.58], 5 seeds" in capsys.readouterr().out
 
 
+def test_of_many_methods_only_some_are_named(keep, capsys):
+    for seed in range(5):
+        keep(Config(strategy="fedmr", seed=seed), [0.8 + 0.01 * seed])
+        for rate in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
+            keep(Config(strategy="fedavg", seed=seed, lr=rate), [0.5 + 0.01 * seed - rate / 10])
+    assert main(["table", "runs"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("verdict:"))
+    assert line.count("fedavg lr=") == 4 and line.endswith(" and 2 more")
+
+
 def test_only_equal_problems_and_at_least_three_common_seeds_are_compared(keep, capsys):
     for seed in range(5):
         keep(Config(strategy="fedavg", seed=seed), [0.5])

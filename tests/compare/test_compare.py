@@ -1,5 +1,6 @@
 """A comparison ends when it is decided; its ledger replays; what cannot be compared is refused in one line."""
 
+import inspect
 import json
 import random
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_a_comparison_ends_when_it_is_decided(trained, capsys, gain, expected, w
     seeds = len(read()["pairs"][0]["seeds"])
     assert seeds % 5 == 0 and seeds <= 15 and len(asked) == 2 * seeds  # in blocks, and not all thirty
     assert {seed for _, seed in asked} == set(range(seeds))
-    assert "independent and normal" in out and "at most 0.05" in out and "Equal rounds" in out
+    assert "independent and normal" in out and "at most 0.05" in out and "At equal rounds" in out
 
 
 def test_it_is_undecided_after_the_budget(trained, capsys):
@@ -58,6 +59,12 @@ def test_it_is_undecided_after_the_budget(trained, capsys):
     assert main([*BOTH, "--margin=0.0001", "--most_seeds=7"]) == 0
     assert outcome() == "undecided" and len(asked) == 14  # blocks of five and two seeds
     assert capsys.readouterr().out.startswith("undecided: FedMR against FedAvg: ")
+
+
+def test_all_seeds_of_a_budget_are_trained_if_asked(trained):
+    asked = trained(accuracy(0.05))
+    assert main([*BOTH, "--until=budget", "--most_seeds=10"]) == 0
+    assert len(asked) == 20 and [look["count"] for look in read()["pairs"][0]["looks"]] == [5, 10]
 
 
 def test_more_seeds_continue_an_undecided_comparison(trained):
@@ -234,5 +241,6 @@ def test_python_trains_in_this_process_and_continues(monkeypatch):
     assert calls[0] == 3 and two.ledger["pairs"][0]["seeds"] == [0, 1, 2]
     for ours, theirs in zip(one.ledger["pairs"][0]["values"], two.ledger["pairs"][0]["values"], strict=True):
         assert ours == pytest.approx(theirs, abs=0.01)  # in one program or one by one: rounding alone differs
+    assert "most_seeds" in inspect.signature(fmr.compare).parameters and fmr.compare.replay("two").names == two.names
     with pytest.raises(fmr.UserError, match="until"):
         fmr.compare("fedavg", "fedmr", until="soon")
