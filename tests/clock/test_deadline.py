@@ -31,7 +31,7 @@ E, K = 3, 3
 KEY = jax.random.key(0)
 QUICK = ("fedmr", "clusamp", "heterofl")
 IMPOSSIBLE = {
-    "centralized", "adaptivefl", "clusamp", "heterofl", "hypcluster", "fedme", "pfedhr", "fedmerge", "pfedbayes",
+    "centralized", "adaptivefl", "clusamp", "heterofl", "hypcluster", "ifca", "fedme", "pfedhr", "fedmerge", "pfedbayes",
     "fedmd", "fedgh", "fedproto", "fedtgp", "fedkemf", "fccl", "local", "gitfl",
 }  # fmt: skip
 
