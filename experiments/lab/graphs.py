@@ -1,6 +1,6 @@
 """D-PSGD by graph: accuracy, consensus and contraction on the digits; and seconds per round against the edges.
 
-    python experiments/lab/graphs.py train [--seeds=2] [--rounds=60]
+    python experiments/lab/graphs.py train [--seeds=2] [--rounds=60] [--only=dpsgd:ring,fedmr]
     python experiments/lab/graphs.py seconds
 
 ``train`` trains 16 clients, Dirichlet(0.1), all of them in every round, and prints a row of notebook/mixing.md per
@@ -32,10 +32,11 @@ METHODS = [
 ]
 
 
-def train(seeds: int, rounds: int) -> None:
+def train(seeds: int, rounds: int, only: str) -> None:
     """Print a row for each method: mean and standard deviation over the seeds."""
     dataset = fmr.data.load("digits")
-    for name, hyper in METHODS:
+    known = {f"{name}:{getattr(hyper, 'graph', '')}".rstrip(":"): (name, hyper) for name, hyper in METHODS}
+    for name, hyper in [known[each] for each in only.split(",")] if only else METHODS:
         found = [of_seed(dataset, name, hyper, seed, rounds) for seed in range(seeds)]
         means, deviations = np.mean(found, axis=0), np.std(found, axis=0, ddof=1 if seeds > 1 else 0)
         cells = [f"{mean:.2f} ± {deviation:.2f}" for mean, deviation in zip(means[:2], deviations[:2], strict=True)]
@@ -93,8 +94,9 @@ def main() -> int:
     parser.add_argument("what", choices=("train", "seconds"))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--only", default="")
     arguments = parser.parse_args()
-    train(arguments.seeds, arguments.rounds) if arguments.what == "train" else seconds()
+    train(arguments.seeds, arguments.rounds, arguments.only) if arguments.what == "train" else seconds()
     return 0
 
 
