@@ -220,31 +220,44 @@ def main_table(record: Record) -> str:
 
 
 def headline_table(record: Record) -> str:
-    """The main table of the first dataset in short: our value with its number of seeds, the papers' in brackets."""
+    """The main table of the first dataset in short: our value, the papers' in brackets, and what is sure of FedMR."""
     data = next(iter(FLAGS))
 
     def text(cell: Comparison) -> str:
-        ours = f"{_shown(cell.own)}, n = {len(cell.by_seed)}" if cell.by_seed else NOT_RUN
+        ours = _shown(cell.own) if cell.by_seed else NOT_RUN
         return f"{ours} ({_papers(cell)})" if cell.published else ours
 
     rows = [
         [_title(method), *(text(record.cells[method, data, division]) for division in DIVISIONS)] for method in METHODS
     ]
-    return tables.markdown([[data, *DIVISIONS], *rows])
+    leads = []
+    for (better, worse, of, _), gap, outcome in judged_pairs(record):
+        if (better, worse, of) == ("fedmr", "fedavg", data):
+            sure = "significant" if outcome.startswith(("holds", "does not hold")) else "not sure"
+            leads.append(f"{gap.mean:+.1f} ({gap.count} seeds; {sure})" if gap else "")
+    return tables.markdown([[data, *DIVISIONS], *rows, ["FedMR - FedAvg", *leads]])
+
+
+def judged_pairs(record: Record) -> list[tuple[tuple[str, str, str, str], Difference | None, str]]:
+    """Two methods, data and division of each comparison, with the difference and the verdict.
+
+    Where one of the methods was not run, the difference is None and the verdict is "".
+    """
+    found = [
+        ((better, worse, *setting), gap)
+        for better, worse in (("fedmr", "fedavg"), ("fedcross", "fedavg"), ("fedmr", "fedcross"))
+        for setting, gap in record.pairs(better, worse).items()
+    ]
+    outcomes = iter(verdicts([(gap, False) for _, gap in found if gap]))
+    return [(key, gap, next(outcomes) if gap else "") for key, gap in found]
 
 
 def pairs_table(record: Record) -> str:
     """Comparisons of two methods in each setting, with differences and verdicts."""
-    compared = [
-        (f"{_title(better)} is better than {_title(worse)}", f"{data}, {division}", gap)
-        for better, worse in (("fedmr", "fedavg"), ("fedcross", "fedavg"), ("fedmr", "fedcross"))
-        for (data, division), gap in record.pairs(better, worse).items()
-        if gap
-    ]
-    outcomes = verdicts([(gap, False) for *_, gap in compared])
     rows = [
-        [claim, setting, str(gap), f"**{verdict}**"]
-        for (claim, setting, gap), verdict in zip(compared, outcomes, strict=True)
+        [f"{_title(better)} is better than {_title(worse)}", f"{data}, {division}", str(gap), f"**{outcome}**"]
+        for (better, worse, data, division), gap, outcome in judged_pairs(record)
+        if gap
     ]
     head = ["claim", "setting", f"points [{LEVEL:.0%} confidence], seeds in common", "verdict"]
     return tables.markdown([head, *rows])

@@ -345,4 +345,4 @@ def test_the_readme_has_the_headline(folder):
     readme = folder.parent / "README.md"
     readme.write_text("First.\n<!-- record headline -->\n<!-- end -->\n")
     assert main([f"--folder={folder}"]) == 0
-    assert "| FedMR | not run (54.6, 54.2) | 60.0, n = 1 (59.8, 59.1) |" in readme.read_text()
+    assert "| FedMR | not run (54.6, 54.2) | 60.0 (59.8, 59.1) |" in readme.read_text()
