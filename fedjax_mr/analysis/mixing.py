@@ -13,7 +13,8 @@ computed exactly, by the derivative of the method's own server step, for each pa
   the norm of the mean.
 
 If a method keeps a model of each client, all clients take part in the rounds of the map. Links, the clock and server
-optimizers are left out.
+optimizers are left out. A method that mixes the models of before the training (``dpsgd_order=mix``) shows the identity,
+because the map is that of the trained ones.
 """
 
 import argparse

@@ -68,7 +68,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """
     graph = graph_of(hyper, problem.num_clients, problem.cohort_size)
     if not graph.undirected:
-        raise UserError(f"gossipmr swaps layers between two neighbours, but graph={hyper.graph} is directed")
+        raise UserError(f"gossipmr swaps layers between two neighbours, but hyper.graph={hyper.graph} is directed")
     units = fedmr.recombination_units(fedmr.Hyper(unit=hyper.unit), problem.layers)
 
     def drawn(round, cohort):

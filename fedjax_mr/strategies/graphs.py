@@ -47,7 +47,9 @@ def torus(num_clients: int, degree: int, rng: np.random.Generator) -> np.ndarray
     """A grid that closes at its ends, as square as N allows: four neighbours."""
     rows = max(each for each in range(1, int(num_clients**0.5) + 1) if num_clients % each == 0)
     if rows == 1:
-        raise UserError(f"graph=torus needs N = rows x columns, but {num_clients} clients have one row: use graph=ring")
+        raise UserError(
+            f"hyper.graph=torus needs N = rows x columns, but {num_clients} clients have one row: use hyper.graph=ring"
+        )
     grid = np.arange(num_clients).reshape(rows, -1)
     return np.maximum.reduce([_circle(num_clients, line) for line in (*grid, *grid.T)])
 
@@ -68,8 +70,8 @@ def regular(num_clients: int, degree: int, rng: np.random.Generator) -> np.ndarr
     """Each client has ``degree`` random neighbours: random circles through all clients, and pairs if it is odd."""
     if not 2 <= degree < num_clients or degree * num_clients % 2:
         raise UserError(
-            f"graph=regular has no graph of degree {degree} for {num_clients} clients: it needs a degree of at least 2 "
-            "and less than the number of clients, and an even product of both"
+            f"hyper.graph=regular has no graph of degree {degree} for {num_clients} clients: it needs a degree of at "
+            "least 2 and less than the number of clients, and an even product of both"
         )
     edges = np.zeros((num_clients, num_clients), int)
     for _ in range(TRIES):
@@ -80,7 +82,9 @@ def regular(num_clients: int, degree: int, rng: np.random.Generator) -> np.ndarr
         added = _circle(num_clients, order) if missing > 1 else _circle(num_clients, *order.reshape(-1, 2))
         if not (added & edges).any():
             edges |= added
-    raise UserError(f"graph=regular found no graph of degree {degree} for {num_clients} clients: use graph=complete")
+    raise UserError(
+        f"hyper.graph=regular found no graph of degree {degree} for {num_clients} clients: use hyper.graph=complete"
+    )
 
 
 def exponential(num_clients: int, degree: int, rng: np.random.Generator) -> np.ndarray:
@@ -212,7 +216,8 @@ class Graph(NamedTuple):
         columns still sum to one.
         """
         ids, shares = self.turn(self.ids, round), self.sent(round, active)
-        own, clients = 1 - jnp.sum(shares, axis=1), jnp.arange(self.num_clients, dtype=jnp.int32)
+        own = jnp.maximum(1 - jnp.sum(shares, axis=1), 0.0)  # not -1e-8, so that no variance becomes negative
+        clients = jnp.arange(self.num_clients, dtype=jnp.int32)
         if shares.shape[1] > MOST_ADDED:
             return jnp.diag(own).at[clients[:, None], ids].add(shares)
         return trees.Neighbours(
@@ -235,11 +240,11 @@ def graph_of(hyper: Hyper, num_clients: int, cohort_size: int) -> Graph:
         make = _Edges(path, path.stat().st_mtime_ns if path.exists() else 0)
     else:
         raise unknown_name("graph", name, (*GRAPHS, "FILE.txt"))
-    graph = _graph(make, f"graph={name}", num_clients, hyper.degree, hyper.graph_seed)
+    graph = _graph(make, f"hyper.graph={name}", num_clients, hyper.degree, hyper.graph_seed)
     if cohort_size < num_clients and not graph.undirected:
         raise UserError(
-            f"graph={name} is directed: without some of its clients the mean over all models would change, so set "
-            f"cohort={num_clients} or use an undirected graph"
+            f"hyper.graph={name} is directed: without some of its clients the mean over all models would change, so "
+            f"set cohort={num_clients} or use an undirected graph"
         )
     return graph
 

@@ -93,8 +93,8 @@ def test_a_file_and_graphs_of_users(tmp_path, monkeypatch):
     [
         ("rign", 6, 6, "did you mean 'ring'"),
         ("none.txt", 6, 6, "cannot read the graph none.txt"),
-        ("torus", 7, 7, "use graph=ring"),
-        ("regular", 5, 5, "degree of at least 2"),
+        ("torus", 7, 7, "use hyper.graph=ring"),
+        ("regular", 5, 5, "degree of at least"),
         ("exponential", 6, 3, "is directed"),
     ],
 )
