@@ -36,7 +36,7 @@ def losses(network: TrainedNetwork, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     parts = [
         of_batch(network.model, network.variables, x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, size, BATCH)
     ]
-    return np.concatenate(parts)
+    return np.concatenate([np.asarray(part) for part in parts])
 
 
 def main() -> None:

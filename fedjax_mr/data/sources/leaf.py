@@ -65,6 +65,7 @@ def shakespeare(request: DataRequest) -> Dataset:
 
 def _of_roles(dataset: Dataset, request: DataRequest) -> Dataset:
     """The samples of a tokenizer, from those of characters."""
+    assert dataset.client is not None and dataset.test_client is not None  # LEAF names the role of every sample
     train = role_texts(dataset.x, dataset.y, dataset.client)
     test = role_texts(dataset.test_x, dataset.test_y, dataset.test_client)
     made = from_texts(

@@ -113,7 +113,7 @@ def from_texts(
         raise UserError(f"{name}: prompts and joined texts need task='language'")
     if prompts is not None and join:
         raise UserError(f"{name}: texts with prompts cannot be joined: leave out join (--join_texts)")
-    if not language:
+    if labels is not None and not language:
         x, vocabulary = tokens.encode(texts, length=length, tokenizer=tokenizer)
         x_test = None if texts_test is None else tokens.encode(texts_test, length=length, tokenizer=tokenizer)[0]
         dataset = from_arrays(
