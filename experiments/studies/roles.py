@@ -32,9 +32,10 @@ def losses(network: TrainedNetwork, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
     size = -(-len(x) // BATCH) * BATCH
     fill = lambda rows: jnp.asarray(np.pad(rows, ((0, size - len(rows)), (0, 0))))
-    x, y = fill(x), fill(y)
+    x_all, y_all = fill(x), fill(y)
     parts = [
-        of_batch(network.model, network.variables, x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, size, BATCH)
+        of_batch(network.model, network.variables, x_all[i : i + BATCH], y_all[i : i + BATCH])
+        for i in range(0, size, BATCH)
     ]
     return np.concatenate([np.asarray(part) for part in parts])
 
