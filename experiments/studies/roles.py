@@ -18,26 +18,31 @@ import fedjax_mr as fmr
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.pretrained import tokenizer_of
 from fedjax_mr.experiment.trained import TrainedNetwork
-from fedjax_mr.tasks.language import token_losses
+from fedjax_mr.tasks.language import IGNORED, token_losses
 
 BATCH = 8
 
 
-def losses(network: TrainedNetwork, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The cross-entropy of each token [M, T] in nats, 0 where there is none."""
+@jax.jit
+def losses(model: fmr.Model, variables: fmr.Variables, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The cross-entropy of each text [B] in nats, summed over its tokens."""
+    return jnp.sum(token_losses(model.apply(variables, x), y)[0], axis=1)
 
-    @jax.jit
-    def of_batch(model: fmr.Model, variables: fmr.Variables, x: jax.Array, y: jax.Array) -> jax.Array:
-        return token_losses(model.apply(variables, x), y)[0]
 
+def all_losses(network: TrainedNetwork, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Those of texts [M, T], a few at a time."""
     size = -(-len(x) // BATCH) * BATCH
-    fill = lambda rows: jnp.asarray(np.pad(rows, ((0, size - len(rows)), (0, 0))))
-    x_all, y_all = fill(x), fill(y)
-    parts = [
-        of_batch(network.model, network.variables, x_all[i : i + BATCH], y_all[i : i + BATCH])
-        for i in range(0, size, BATCH)
-    ]
-    return np.concatenate([np.asarray(part) for part in parts])
+    x, y = (np.pad(rows, ((0, size - len(rows)), (0, 0))) for rows in (x, y))
+    batches = [slice(first, first + BATCH) for first in range(0, size, BATCH)]
+    found = [losses(network.model, network.variables, x[each], y[each]) for each in batches]
+    return np.concatenate(found)
+
+
+def merged(network: TrainedNetwork) -> TrainedNetwork:
+    """The network without adapters, which are added to its weights, so that one program serves all."""
+    plain = dataclasses.replace(network.model, frozen={}, start={}, adapter=None)
+    variables = jax.device_put(network.model.merged(network.variables))
+    return dataclasses.replace(network, model=plain, variables=variables)
 
 
 def main() -> None:
@@ -50,19 +55,20 @@ def main() -> None:
     first = runs[0]
     dataset = federated_data(first.config).dataset
     start = jax.jit(first.model.init)(jax.random.key(0))  # adapters add nothing yet
-    networks = {"base": dataclasses.replace(first.deployed, model=first.model, variables=start)}
-    networks |= {f"{run.config.strategy} ({run.round} rounds)": run.deployed for run in runs}
-    tokens = (dataset.test_y != -1).sum(1)
-    found = {name: losses(network, dataset.test_x, dataset.test_y).sum(1) for name, network in networks.items()}
+    networks = {"base": dataclasses.replace(first.deployed, variables=start)}
+    networks |= {f"{run.config.strategy}, {run.round} rounds": run.deployed for run in runs}
+    networks = {name: merged(network) for name, network in networks.items()}
+    x, y, owner = dataset.test_x, dataset.test_y, np.asarray(dataset.test_client)
+    tokens = (y != IGNORED).sum(1)
+    found = {name: all_losses(network, x, y)[: len(x)] for name, network in networks.items()}
+    print("client", "tokens", *networks, sep="\t")
     rows = []
     for client, name in enumerate(dataset.client_names or ()):
-        mine = np.asarray(dataset.test_client) == client
-        if mine.any():
-            rows.append([np.exp(each[: len(mine)][mine].sum() / tokens[mine].sum()) for each in found.values()])
-            print(name, int(tokens[mine].sum()), *(f"{value:.1f}" for value in rows[-1]), sep="\t")
-    print("client", "tokens", *networks, sep="\t")
-    overall = [np.exp(each[: len(tokens)].sum() / tokens.sum()) for each in found.values()]
-    print("all tokens", int(tokens.sum()), *(f"{value:.2f}" for value in overall), sep="\t")
+        if (mine := owner == client).any():
+            rows.append([np.exp(each[mine].sum() / tokens[mine].sum()) for each in found.values()])
+            print(name, tokens[mine].sum(), *(f"{value:.1f}" for value in rows[-1]), sep="\t")
+    overall = [np.exp(each.sum() / tokens.sum()) for each in found.values()]
+    print("all tokens", tokens.sum(), *(f"{value:.2f}" for value in overall), sep="\t")
     print("mean over clients", "", *(f"{value:.2f}" for value in np.mean(rows, axis=0)), sep="\t")
     if options.prompt:
         for name, network in networks.items():

@@ -81,7 +81,7 @@ class TrainedNetwork:
     def outputs(self, x: Any) -> np.ndarray:
         """Compute the outputs [n, ...] of the network, such as logits, for raw samples; see `predict`."""
         x = self.samples.samples(x)
-        size = max(1, min(evaluation_batch(), len(x)))
+        size = max(1, min(evaluation_batch(self.model), len(x)))
         batches = [np.zeros((0, *self.samples.learned.outputs(self.samples.shape)), np.float32)]
         for first in range(0, len(x), size):
             batch = x[first : first + size]

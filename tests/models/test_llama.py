@@ -13,6 +13,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from fedjax_mr import models, tasks
+from fedjax_mr.client import local
 from fedjax_mr.data import chat, tokens
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
@@ -261,3 +262,14 @@ def test_smollm2_has_the_tokens_of_transformers(smollm2):
         [{"role": "user", "content": "Who are you?"}], add_generation_prompt=True, tokenize=False
     )
     assert chat.asked(str(smollm2), "Who are you?") == prompt
+
+
+def test_tests_of_large_outputs_have_small_batches():
+    language = lambda length, width: models.build(
+        "llama_tiny", input_shape=(length,), input_dtype=np.int32, task=tasks.Language(width=width)
+    )
+    assert [local.evaluation_batch(language(*each)) for each in ((80, 257), (64, 49_152), (4096, 49_152))] == [
+        64,
+        42,
+        1,
+    ]
