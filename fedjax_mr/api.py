@@ -25,7 +25,7 @@ from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.experiment.trials import run_together
 from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables
 from fedjax_mr.settings import field
-from fedjax_mr.strategies import STRATEGIES, Cohort, Contract, Parcels, Problem, Row, Strategy, transforms
+from fedjax_mr.strategies import GRAPHS, STRATEGIES, Cohort, Contract, Parcels, Problem, Row, Strategy, transforms
 from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
 from fedjax_mr.tasks import METRICS, TASKS, Metric, Task
 from fedjax_mr.tasks.losses import LOSSES, LossRow
@@ -34,6 +34,7 @@ from fedjax_mr.whatif import WhatIf, what_if
 __all__ = [
     "AUGMENTATIONS",
     "FLEETS",
+    "GRAPHS",
     "LINKS",
     "LOGGERS",
     "LOSSES",

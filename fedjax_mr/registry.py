@@ -5,11 +5,13 @@ name.
 """
 
 import collections
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from fedjax_mr.errors import UserError
+from fedjax_mr.settings import info
 
 Row = TypeVar("Row")
 
@@ -65,6 +67,13 @@ class Registry(dict[str, Row], Generic[Row]):
         if not isinstance(name, str) or not name.isidentifier():
             raise UserError(f"the {self.kind} {name!r} needs a name of letters, digits and underscores")
         self.check(name, row)
+
+
+def names_only_ours(settings: Any) -> bool:
+    """Whether every row that a dataclass of settings names is one of this package. A file in place of a row is not."""
+    fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+    declared = [(each.name, own.names) for each in fields if (own := info(each)) is not None]
+    return all(rows.is_ours(getattr(settings, name)) for name, rows in declared if isinstance(rows, Registry))
 
 
 # --- Names of user-supplied objects ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ negative variance turns the outputs of the network into NaN.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,14 +57,53 @@ def fill(tree: Tree, known: jax.Array) -> Tree:
     return jax.tree.map(filled, tree)
 
 
-def mix(tree: State | Params, weights: jax.Array) -> State | Params:
-    """Weighted sums of the K stacked models: new[i] = sum over j of weights[i, j] * old[j].
+class Neighbours(NamedTuple):
+    """A map that adds a few models for each new one: new[i] = sum over s of weights[i, s] * old[ids[i, s]]."""
+
+    ids: jax.Array  # [R, S] int32 in 0..K-1
+    weights: jax.Array  # [R, S] float32
+
+
+Map = jax.Array | Neighbours
+
+
+def mix(tree: Tree, map: Map, *, units: Units | None = None) -> Tree:
+    """Apply a linear map to the client axis of K stacked models. All that a server does to models is such a map.
+
+    ========================  ==========================================  =======================================
+    ``map``                   new model i                                 for example
+    ========================  ==========================================  =======================================
+    ids [R], integers         old[map[i]]                                 a permutation: FedMR, for each layer
+    `Neighbours` [R, S]       sum over s of weights[i, s] old[ids[i, s]]  the mean of a few neighbours: D-PSGD
+    weights [R, K], or [K]    sum over j of map[i, j] old[j]              the mean of all: FedAvg; FedCross
+    ========================  ==========================================  =======================================
+
+    If the weights of each new model sum to one, it is a mean of old ones. If the weights of each old model sum to one,
+    too, the sum over the models is preserved. A permutation also preserves the sum of squared distances (FedMR, KDD'24,
+    Lemma 4.4).
 
     Args:
       tree: leaves [K, ...].
-      weights: [R, K], or [K] for one sum. They are means if the weights of each sum to one.
+      map: one of the three; of U units, with a leading axis [U].
+      units: a partition of all leaf positions into U units, each with its own map. Default: one map for all leaves.
     """
-    return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1, precision=jax.lax.Precision.HIGHEST), tree)
+    leaves, structure = jax.tree.flatten(tree)
+    if units is None:
+        return jax.tree.unflatten(structure, [_mixed(leaf, map) for leaf in leaves])
+    for number, unit in enumerate(units):
+        own = jax.tree.map(lambda part, number=number: part[number], map)
+        for position in unit:
+            leaves[position] = _mixed(leaves[position], own)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _mixed(leaf: jax.Array, map: Map) -> jax.Array:
+    if isinstance(map, Neighbours):  # one gather after the other, without an array of R x S models
+        column = lambda ids, weights: weights.reshape(-1, *(1,) * (leaf.ndim - 1)) * leaf[ids]
+        return functools.reduce(jnp.add, [column(*pair) for pair in zip(map.ids.T, map.weights.T, strict=True)])
+    if jnp.issubdtype(map.dtype, jnp.integer):
+        return leaf[map]
+    return jnp.tensordot(map, leaf, axes=1, precision=jax.lax.Precision.HIGHEST)
 
 
 def interpolate(a: State | Params, b: State | Params, share: jax.Array | float) -> State | Params:
@@ -118,24 +157,6 @@ def _refuse_states(*trees: Params) -> None:
 def zeros_like(tree: Tree) -> Tree:
     """A tree of zeros."""
     return jax.tree.map(jnp.zeros_like, tree)
-
-
-def permute(tree: Tree, *, units: Units, permutations: jax.Array) -> Tree:
-    """Exchange units among K stacked models: ``new[j][u] = old[permutations[u, j]][u]``.
-
-    This is one gather per leaf. The copies of each unit are permuted, so sums, means and sums of squared distances over
-    the K models are preserved (FedMR, KDD'24, Lemma 4.4).
-
-    Args:
-      tree: leaves [K, ...].
-      units: a partition of all leaf positions into U units.
-      permutations: [U, K] int, each row a permutation of 0..K-1.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    for unit, permutation in zip(units, permutations, strict=True):
-        for position in unit:
-            leaves[position] = leaves[position][permutation]
-    return jax.tree.unflatten(structure, leaves)
 
 
 def squared_norm(tree: Tree) -> jax.Array:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedjax_mr import trees
 
@@ -63,3 +65,72 @@ def test_put_keeps_a_broken_row_to_itself():
     tree, rows = {"a": np.zeros((3, 1), np.float32)}, np.array([0, 2], np.int32)
     written = put(tree, rows, {"a": np.array([[np.nan], [7]], np.float32)})
     np.testing.assert_array_equal(written["a"], [[np.nan], [0], [7]])
+
+
+# --- mix --------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def maps(draw, count=5):
+    """A map of some models in all its forms, as a matrix [R, K], and the models."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**31 - 1)))
+    rows, most = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    ids = rng.integers(0, count, (rows, most)).astype(np.int32)
+    weights = rng.dirichlet(np.ones(most), rows).astype(np.float32)
+    matrix = np.zeros((rows, count), np.float32)
+    np.add.at(matrix, (np.arange(rows)[:, None], ids), weights)
+    models = {
+        name: rng.normal(size=(count, *shape)).astype(np.float32) for name, shape in {"a": (3,), "b": (2, 2)}.items()
+    }
+    return trees.Neighbours(jnp.asarray(ids), jnp.asarray(weights)), jnp.asarray(matrix), models
+
+
+def doubly_stochastic(rng, count):
+    """A mean of permutations, whose rows and columns sum to one."""
+    shares = rng.dirichlet(np.ones(4))
+    matrix = sum(share * np.eye(count)[rng.permutation(count)] for share in shares)
+    return matrix.astype(np.float32)
+
+
+def near(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-5), a, b)
+
+
+@settings(max_examples=20, deadline=None)
+@given(maps())
+def test_neighbours_and_their_matrix_are_the_same_map_and_means_stay_in_range(drawn):
+    neighbours, matrix, models = drawn
+    found = trees.mix(models, neighbours)
+    near(found, trees.mix(models, matrix))
+    for old, new in zip(jax.tree.leaves(models), jax.tree.leaves(found), strict=True):
+        new = np.asarray(new)
+        assert np.all(old.min(axis=0) - 1e-5 <= new) and np.all(new <= old.max(axis=0) + 1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(maps(), st.integers(0, 2**31 - 1))
+def test_sums_stay_if_columns_sum_to_one_and_maps_compose(drawn, seed):
+    models, rng = drawn[2], np.random.default_rng(seed)
+    first, second = doubly_stochastic(rng, 5), doubly_stochastic(rng, 5)
+    once = trees.mix(models, jnp.asarray(first))
+    near(jax.tree.map(lambda leaf: leaf.sum(axis=0), models), jax.tree.map(lambda leaf: leaf.sum(axis=0), once))
+    near(trees.mix(once, jnp.asarray(second)), trees.mix(models, jnp.asarray(second @ first)))
+    names = rng.permutation(5).astype(np.int32)  # other numbers of the clients give the same models
+    renamed = trees.mix(trees.mix(models, jnp.asarray(names)), jnp.asarray(first[names][:, names]))
+    near(renamed, trees.mix(once, jnp.asarray(names)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(maps(), st.integers(0, 2**31 - 1))
+def test_a_permutation_moves_bits_and_each_unit_has_its_own_map(drawn, seed):
+    models, rng = drawn[2], np.random.default_rng(seed)
+    orders = np.stack([rng.permutation(5), rng.permutation(5)]).astype(np.int32)
+    found = trees.mix(models, jnp.asarray(orders), units=((1,), (0,)))
+    np.testing.assert_array_equal(found["b"], models["b"][orders[0]])
+    np.testing.assert_array_equal(found["a"], models["a"][orders[1]])
+    of_units = trees.Neighbours(jnp.asarray(orders[:, :, None]), jnp.ones((2, 5, 1)))
+    near(found, trees.mix(models, of_units, units=((1,), (0,))))
+
+
+def test_weights_of_one_sum_have_no_rows():
+    np.testing.assert_allclose(trees.mix(TREE, jnp.array([0.5, 0.5, 0.0]))["a"], [3, 4])

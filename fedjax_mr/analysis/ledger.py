@@ -133,8 +133,9 @@ def _finite(value: float) -> float | None:
 
 
 def _verdict(found: Mapping[str, Any]) -> Verdict:
-    infinite: dict[str, Any] = {"low": -math.inf, "high": math.inf}
-    return Verdict(**{name: infinite.get(name) if value is None else value for name, value in found.items()})
+    infinite = {"low": -math.inf, "high": math.inf}
+    known: dict[str, Any] = {name: infinite[name] if value is None else value for name, value in found.items()}
+    return Verdict(**known)
 
 
 def replay(path: Path | str) -> Comparison:

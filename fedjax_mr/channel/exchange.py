@@ -88,7 +88,7 @@ def exchange(problem: Problem, *, when: str = "before_upload", share: float = 0.
             "layers_unmoved": jnp.mean(outcome.permutations == owners),
             "layers_held_by_others": jnp.mean(jnp.any(outcome.held & others, axis=1)),
         }
-        models = trees.permute(_model_of(sent, layers), units=layers, permutations=outcome.permutations)
+        models = trees.mix(_model_of(sent, layers), outcome.permutations, units=layers)
         return sent | {"model": models}, info
 
     def check(strategy: Strategy, problem: Problem) -> None:

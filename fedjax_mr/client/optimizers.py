@@ -4,8 +4,8 @@
 have. The numbers may be traced, so another learning rate compiles nothing. A number of 0 is not passed, unless its
 parameter has no default.
 
-The state of an optimizer begins anew in every round. So Prodigy, which estimates its step size from the first steps on,
-needs many local steps in a round.
+The state of an optimizer begins anew in every round, unless clients keep it (``--keep_optimizer``). So Prodigy, which
+estimates its step size from the first steps on, needs many local steps in a round.
 """
 
 import inspect

@@ -24,8 +24,11 @@ class Training:
     batch_size: int = _setting(10, "Batch size B of a local step", unit="samples", low=1, high=LARGEST_BATCH,
         short=True)
     optimizer: str = _setting(
-        "sgd", "Optimizer of the clients. Its state is reset in every round",
+        "sgd", "Optimizer of the clients. Its state is reset in every round, unless --keep_optimizer is set",
         names=OPTIMIZERS, source="KDD'24", short=True)
+    keep_optimizer: bool = _setting(
+        False, "Clients keep the state of their optimizer between rounds, such as its momentum. For methods whose "
+        "clients do nothing but train, such as fedavg, fedmr, fedcross and dpsgd")
     lr: float = _setting(0.05, "Learning rate of the clients", low=0, open_low=True, short=True)
     lr_schedule: str = _setting(
         "constant", "Learning rate over the rounds: constant, times --lr_decay in each round (exponential) or after "

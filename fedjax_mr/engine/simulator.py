@@ -49,6 +49,7 @@ from fedjax_mr.errors import DivergedError, UserError, unknown_name
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import BlockNet, Model, Variables, Zoo, parts
 from fedjax_mr.models.base import with_fields
+from fedjax_mr.registry import names_only_ours
 from fedjax_mr.settings import LARGEST_INT32, bind, check
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.interface import Problem, Strategy
@@ -362,6 +363,7 @@ class Simulator:
             *(metric.sums for metric in task.metrics),
         ]
         ours = (registered is None or STRATEGIES.is_ours(registered)) and not getattr(hyper, "users_code", False)
+        ours = ours and names_only_ours(hyper)
         ours = ours and all(each is None or is_of_this_package(each) for each in parts if not isinstance(each, str))
         return None if ours else object()
 
@@ -506,7 +508,7 @@ def network_of(model: Any, dataset: Dataset, *, task: Task | None = None, init: 
       dataset: the samples.
       task: what is learned. Default: that of a `Model` that has been made for one, else that of the dataset.
       init: initialisation of networks chosen by name, see `models.build`.
-      options: ``norm``, ``authors_state`` and ``projection``, see `models.build`.
+      options: ``norm``, ``authors_state``, ``projection`` and ``remat``, see `models.build`.
 
     Raises:
       UserError: a network does not fit the samples. Raised before any compilation.

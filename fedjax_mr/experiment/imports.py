@@ -37,6 +37,7 @@ from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.models import MODELS
 from fedjax_mr.registry import Registry
 from fedjax_mr.strategies import SETTINGS, STRATEGIES
+from fedjax_mr.strategies.graphs import GRAPHS
 from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS
 from fedjax_mr.tasks import METRICS, TASKS
 from fedjax_mr.tasks.losses import LOSSES
@@ -57,6 +58,7 @@ REGISTRIES: tuple[Registry, ...] = (
     LOSSES,
     FLEETS,
     STALENESS,
+    GRAPHS,
     LOGGERS,
 )
 _PINNED = re.compile(r"(.+)#([0-9a-f]{12})")

@@ -20,9 +20,16 @@ from fedjax_mr.engine.round import Build
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
+from fedjax_mr.registry import names_only_ours
 from fedjax_mr.settings import as_arguments, bind, for_programs
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
-from fedjax_mr.strategies.transforms import SERVER_OPTIMIZERS, ServerOptimizer, by_settings, server_optimizer
+from fedjax_mr.strategies.transforms import (
+    SERVER_OPTIMIZERS,
+    ServerOptimizer,
+    by_settings,
+    keep_optimizer,
+    server_optimizer,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +67,7 @@ class Chosen:
     secret_cohorts: bool = dataclasses.field(default=False, metadata=local.STATIC)  # they follow from it as well
     clock: Asynchrony | Online | Cohorts | None = None
     users_code: bool = dataclasses.field(default=False, metadata=local.STATIC)  # in a row, see `Simulator.code`
+    keep_optimizer: bool = dataclasses.field(default=False, metadata=local.STATIC)
 
 
 def chosen(config: Config, *, secret: np.ndarray | None = None) -> Chosen:
@@ -80,7 +88,19 @@ def chosen(config: Config, *, secret: np.ndarray | None = None) -> Chosen:
     seed = np.int32(config.seed if config.partition_seed is None else config.partition_seed)
     ours = all(map(LINKS.is_ours, links)) and (server is None or SERVER_OPTIMIZERS.is_ours(config.server_optimizer))
     ours &= config.mode == "sync" or STALENESS.is_ours(config.staleness)
-    return Chosen(config.strategy, hyper, server, links, seed, poisson, secret, hidden, users_code=not ours)
+    ours &= names_only_ours(hyper)
+    return Chosen(
+        config.strategy,
+        hyper,
+        server,
+        links,
+        seed,
+        poisson,
+        secret,
+        hidden,
+        users_code=not ours,
+        keep_optimizer=config.keep_optimizer,
+    )
 
 
 def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
@@ -96,6 +116,8 @@ def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
         inner = functools.partial(build_chosen, dataclasses.replace(chosen, clock=None))
         return asynchronous(inner, problem, clock.schedule, clock.keys, weight=weight)
     strategy, server = STRATEGIES[chosen.strategy].build(chosen.hyper, problem), chosen.server
+    if chosen.keep_optimizer:
+        strategy = keep_optimizer(strategy, problem)
     several = strategy.models is None or strategy.models.stacked
     if server is not None:
         if strategy.stale == "branches" and problem.num_branches > problem.cohort_size:

@@ -10,8 +10,11 @@ from fedjax_mr.strategies import (
     adaptivefl,
     centralized,
     clusamp,
+    diloco,
     ditto,
+    dpsgd,
     fccl,
+    fedala,
     fedasam,
     fedasync,
     fedavg,
@@ -31,15 +34,21 @@ from fedjax_mr.strategies import (
     fedmut,
     fedntd,
     fedprox,
+    fedrod,
     fedsa,
     fedsmoo,
+    fedsubavg,
     fedswa,
     flatness,
     fml,
     gitfl,
+    gossipmr,
     heterofl,
+    hierfavg,
     hypcluster,
+    ifca,
     indep,
+    kgt,
     local_only,
     lora,
     mapper,
@@ -51,8 +60,11 @@ from fedjax_mr.strategies import (
     pfedme,
     prototypes,
     scaffold,
+    ties,
     transforms,
 )
+from fedjax_mr.strategies.decentralised import ONLY_SIMULATED
+from fedjax_mr.strategies.graphs import GRAPHS
 from fedjax_mr.strategies.interface import Cohort, Problem, Strategy
 from fedjax_mr.strategies.traffic import Parcels, Traffic
 
@@ -152,6 +164,37 @@ _OURS: dict[str, dict[str, Row]] = {
             contract=Contract(extrapolating=fedexp.Hyper(epsilon=0.0)),
         ),
         "clusamp": Row(clusamp.build, clusamp.Hyper, "Fraboni et al., ICML 2021", title="CluSamp"),
+        "fedsubavg": Row(fedsubavg.build, fedsubavg.Hyper, "Ding et al., NeurIPS 2022", title="FedSubAvg"),
+        "diloco": Row(
+            diloco.build,
+            diloco.Hyper,
+            "Douillard et al., arXiv 2023",
+            title="DiLoCo",
+            contract=Contract(extrapolating=diloco.Hyper(outer_lr=2.0)),
+        ),
+        "hierfavg": Row(hierfavg.build, hierfavg.Hyper, "Liu et al., ICC 2020", title="HierFAVG"),
+        "ties": Row(
+            ties.ties,
+            ties.TIES,
+            "Yadav et al., NeurIPS 2023",
+            title="TIES-Merging",
+            contract=Contract(extrapolating=ties.TIES(scale=3.0)),
+        ),
+        "taskarithmetic": Row(
+            ties.taskarithmetic,
+            ties.TaskArithmetic,
+            "Ilharco et al., ICLR 2023",
+            title="Task arithmetic",
+            contract=Contract(extrapolating=ties.TaskArithmetic(scale=1.0)),
+        ),
+    },
+    "decentralised": {
+        name: row._replace(only_simulated=ONLY_SIMULATED)
+        for name, row in {
+            "dpsgd": Row(dpsgd.build, dpsgd.Hyper, "Lian et al., NeurIPS 2017", title="D-PSGD"),
+            "gossipmr": Row(gossipmr.build, gossipmr.Hyper, "ours; FedMR: Hu et al., KDD 2024", title="Gossip-MR"),
+            "kgt": Row(kgt.build, kgt.Hyper, "Liu et al., Optim. Methods Softw. 2024", title="K-GT"),
+        }.items()
     },
     "drift": {
         "fedprox": Row(fedprox.build, fedprox.Hyper, "Li et al., MLSys 2020", title="FedProx"),
@@ -217,6 +260,7 @@ _OURS: dict[str, dict[str, Row]] = {
             contract=Contract(extrapolating=fedmut.Hyper(radius=8.0)),
         ),
         "hypcluster": Row(hypcluster.build, hypcluster.Hyper, "Mansour et al., arXiv 2020", title="HypCluster"),
+        "ifca": Row(ifca.build, ifca.Hyper, "Ghosh et al., NeurIPS 2020", title="IFCA"),
         "fedmerge": Row(fedmerge.build, fedmerge.Hyper, "Chen et al., AAAI 2026", title="FedMerge"),
     },
     "personal": {
@@ -240,6 +284,16 @@ _OURS: dict[str, dict[str, Row]] = {
         "fedper": Row(partial.fedper, partial.FedPer, "Arivazhagan et al., arXiv 2019", title="FedPer"),
         "fedbn": Row(partial.fedbn, None, "Li et al., ICLR 2021", title="FedBN"),
         "lgfedavg": Row(partial.lgfedavg, None, "Liang et al., arXiv 2020", title="LG-FedAvg"),
+        "fedala": Row(
+            fedala.build,
+            fedala.Hyper,
+            "Zhang et al., AAAI 2023",
+            title="FedALA",
+            contract=Contract(small=fedala.Hyper(most_epochs=3)),
+        ),
+        "fedrod": Row(
+            fedrod.build, None, "Chen and Chao, ICLR 2022", title="FedRoD", needs="classes", label_counts=True
+        ),
         "mapper": Row(
             mapper.build,
             mapper.Hyper,
@@ -391,4 +445,15 @@ def by_group() -> dict[str, list[str]]:
     return names
 
 
-__all__ = ["STRATEGIES", "Cohort", "Contract", "Parcels", "Problem", "Row", "Strategy", "Traffic", "transforms"]
+__all__ = [
+    "GRAPHS",
+    "STRATEGIES",
+    "Cohort",
+    "Contract",
+    "Parcels",
+    "Problem",
+    "Row",
+    "Strategy",
+    "Traffic",
+    "transforms",
+]

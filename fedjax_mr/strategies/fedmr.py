@@ -107,7 +107,7 @@ def _exact(value: float) -> float:
 def recombine(models: Variables, units: trees.Units, key: jax.Array) -> Variables:
     """Permute the K copies of every unit at random, over K models [K, ...]; consumes ``key``."""
     count = jax.tree.leaves(models)[0].shape[0]
-    return trees.permute(models, units=units, permutations=unit_permutations(key, len(units), count))
+    return trees.mix(models, unit_permutations(key, len(units), count), units=units)
 
 
 def build(hyper: Hyper, problem: Problem) -> Strategy:

@@ -3,6 +3,7 @@
 A method takes a skeleton and replaces the members in which its paper differs.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -127,15 +128,31 @@ def to_all(problem: Problem, *names: str) -> Dispatch:
     )
 
 
-def plain_training(problem: Problem, *, train: Train | None = None) -> ClientUpdate:
-    """The client update of FedAvg: train the received model and upload it. Clients keep no memory."""
-    train = train or (lambda received, data, key: local.train(problem.model, problem.local, received, data, key))
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlainTraining:
+    """The client update of FedAvg: train the received model and upload it. Clients keep no memory.
 
-    def client_update(payload, memory, data, round, key):
-        model, metrics = train(payload["model"], data, key)
+    Attributes:
+      problem: the federation.
+      train: the training of one client. None: `local.train`, and an addition may replace it (`transforms`).
+    """
+
+    problem: Problem
+    train: Train | None = None
+
+    def __call__(
+        self, payload: Payload, memory: Memory, data: ClientData, round: jax.Array, key: jax.Array
+    ) -> tuple[Payload, Memory, Metrics]:
+        if self.train is not None:
+            model, metrics = self.train(payload["model"], data, key)
+        else:
+            model, metrics = local.train(self.problem.model, self.problem.local, payload["model"], data, key)
         return {"model": model}, memory, metrics
 
-    return client_update
+
+def plain_training(problem: Problem, *, train: Train | None = None) -> ClientUpdate:
+    """The client update of FedAvg, see `PlainTraining`."""
+    return PlainTraining(problem, train)
 
 
 def step_towards(old: Variables, mean: Variables, rate: jax.Array | float) -> Variables:

@@ -1,4 +1,4 @@
-"""An optimizer on the server of any strategy: `server_optimizer` takes a strategy and returns one.
+"""Additions that take a strategy and return one: `server_optimizer`, and `keep_optimizer` for the clients.
 
 Hsu, Qi, Brown: Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification, arXiv
 1909.06335, 2019 (FedAvgM). Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan: Adaptive Federated
@@ -24,11 +24,12 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_mr import trees
+from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.registry import Registry
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import interface, parts
-from fedjax_mr.strategies.interface import Strategy
+from fedjax_mr.strategies.interface import Problem, Strategy
 
 LEARNING_RATES = {"momentum": 1.0, "adam": 0.1, "yogi": 0.01, "adagrad": 0.1}
 """Default learning rate of each optimizer for a server with one model. Sources: Hsu et al. 2019; the others: Flower."""
@@ -213,3 +214,51 @@ def adaptive(kind: str, *, beta1: float, beta2: float, tau: float) -> optax.Grad
         return jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + tau), first, second), Moments(first, second)
 
     return optax.GradientTransformation(init, update)
+
+
+# --- The optimizer of the clients -------------------------------------------------------------------------------------
+
+
+class KeptOptimizer(NamedTuple):
+    """Memory of one client: the state of its optimizer after its last training."""
+
+    state: optax.OptState
+    trained: jax.Array  # bool; until it is True, ``state`` is not used
+
+
+def keep_optimizer(inner: Strategy, problem: Problem) -> Strategy:
+    """Let each client continue with the state of its optimizer from its last round, where it would start anew.
+
+    DiLoCo needs it, whose clients train with AdamW for hundreds of steps. The state never leaves the client, so the
+    traffic is the same. Of SGD with momentum it is the velocity.
+
+    Args:
+      inner: a strategy whose clients do nothing but train (`parts.PlainTraining`), such as FedAvg, FedMR or D-PSGD.
+      problem: the federation.
+
+    Raises:
+      UserError: the clients of the strategy train in a way of their own or keep a memory.
+    """
+    training, network, setting = inner.client_update, problem.model, problem.local
+    plain = isinstance(training, parts.PlainTraining) and training.train is None and inner.init_memory is None
+    if not plain or len(network.networks) > 1:
+        raise UserError(
+            "this method trains its clients in a way of its own, so their optimizers start anew in every round: leave "
+            "keep_optimizer out, or use a method such as fedavg, fedmr or dpsgd"
+        )
+
+    def init_memory(key, client_id):
+        zeros = trees.zeros_like(network.shapes()["params"])
+        return KeptOptimizer(setting.optimizer.init(zeros), jnp.zeros((), bool))
+
+    def client_update(payload, memory, data, round, key):
+        optimizer = setting.optimizer
+        begin = lambda params: trees.where(memory.trained, memory.state, optimizer.init(params))
+        step = local.sgd(
+            local.supervised(network), setting, optimizer=optax.GradientTransformation(begin, optimizer.update)
+        )
+        both = step._replace(result=lambda carry: (step.result(carry), carry[-1]))
+        (model, state), metrics = local.run(both, setting, payload["model"], data, key)
+        return {"model": model}, KeptOptimizer(state, jnp.ones((), bool)), metrics
+
+    return inner._replace(client_update=client_update, init_memory=init_memory)

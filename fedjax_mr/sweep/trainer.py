@@ -4,6 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.sweep import slurm
@@ -41,7 +42,7 @@ class RunTrainer:
         if settings.launcher == "slurm":
             self._launch = slurm.launcher(settings, folder)
 
-    def __enter__(self) -> "RunTrainer":
+    def __enter__(self) -> Self:
         """Return this object."""
         return self
 

@@ -35,7 +35,7 @@ from fedjax_mr.strategies import STRATEGIES, Cohort, fedavg, fedcross, fedmr
 from fedjax_mr.testing.federations import constants, default_hyper, simulator
 
 QUICK = ("fedavg", "scaffold")
-REFUSED = ("local", "hypcluster", "pfedhr", "centralized")  # by every channel: nothing to clip against
+REFUSED = ("local", "hypcluster", "ifca", "pfedhr", "centralized")  # by every channel: nothing to clip against
 
 
 def inner_strategy(name, problem, hyper=None):

@@ -25,7 +25,7 @@ SIZES = (7, 12, 1, 5, 9, 4, 3, 8, 6, 2, 5, 7)
 FEDERATION = {"network": "normed", "sizes": SIZES, "seed": 1, "devices": 1, "lanes": 1}
 KEY, E = jax.random.key(1), 6
 QUICK = ("scaffold",)
-IMPOSSIBLE = {"centralized", "adaptivefl", "clusamp", "pfedhr", "hypcluster", "fedme"}
+IMPOSSIBLE = {"centralized", "adaptivefl", "clusamp", "pfedhr", "hypcluster", "ifca", "fedme"}
 
 
 def seconds(job, client):

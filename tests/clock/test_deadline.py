@@ -31,8 +31,8 @@ E, K = 3, 3
 KEY = jax.random.key(0)
 QUICK = ("fedmr", "clusamp", "heterofl")
 IMPOSSIBLE = {
-    "centralized", "adaptivefl", "clusamp", "heterofl", "hypcluster", "fedme", "pfedhr", "fedmerge", "pfedbayes",
-    "fedmd", "fedgh", "fedproto", "fedtgp", "fedkemf", "fccl", "local", "gitfl",
+    "centralized", "adaptivefl", "clusamp", "heterofl", "hypcluster", "ifca", "fedme", "pfedhr", "fedmerge",
+    "pfedbayes", "fedmd", "fedgh", "fedproto", "fedtgp", "fedkemf", "fccl", "local", "gitfl",
 }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def simulated(repetitions):
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *[model_of(client) for client in CLIENTS])
     outcome = exchange(KEY, num_units=2, count=3, share=0.6, repetitions=repetitions)
     units = tuple(layer.leaves for layer in LAYERS)
-    return trees.permute(stacked, units=units, permutations=outcome.permutations)
+    return trees.mix(stacked, outcome.permutations, units=units)
 
 
 def same(models, expected):

@@ -69,7 +69,7 @@ def test_every_layers_copies_are_permuted_and_every_sum_stays(federation, seed):
 
     rng = np.random.default_rng(seed)
     models = [rng.normal(size=(count, 2)) for _ in range(3)]
-    new = trees.permute(models, units=((0,), (1,), (2,)), permutations=outcome.permutations)
+    new = trees.mix(models, outcome.permutations, units=((0,), (1,), (2,)))
     for before, after in zip(models, new, strict=True):
         np.testing.assert_allclose(before.sum(0), after.sum(0), atol=1e-9)
         np.testing.assert_allclose(((before - 0.3) ** 2).sum(), ((after - 0.3) ** 2).sum(), atol=1e-9)
@@ -254,7 +254,7 @@ def test_the_models_of_the_next_round_have_the_same_distribution_as_without_the_
     def both(key):
         first, second = jax.random.split(key)
         outcome = exchange(first, num_units=1, count=3, share=0.5, repetitions=1)
-        exchanged = trees.permute(models, units=((0,),), permutations=outcome.permutations)
+        exchanged = trees.mix(models, outcome.permutations, units=((0,),))
         return fedmr.recombine(exchanged, ((0,),), second)["leaf"][:, 0]
 
     codes, counts = np.unique(np.asarray(both(keys)) @ np.array([9.0, 3.0, 1.0]), return_counts=True)

@@ -166,7 +166,7 @@ def test_a_round_sends_one_parcel_a_client_each_way():
 OF_ONE_MODEL = [
     *("fedavg", "fedexp", "clusamp", "fedprox", "scaffold", "moon", "fedgen", "feddyn", "feddc", "fedntd", "fedlc"),
     *("fedasam", "fedsam", "mofedsam", "fedgamma", "fedspeed", "fedsmoo", "fedswa", "fedmoswa"),
-    *("fedasync", "fedbuff", "fedsa", "centralized"),
+    *("fedasync", "fedbuff", "fedsa", "centralized", "fedsubavg"),
 ]
 
 

@@ -29,6 +29,12 @@ TABLE = {
     "fedswa": AS_FEDAVG,
     "fedmoswa": lambda s, p: (K * (s + p), K * (s + p)),
     "fedexp": AS_FEDAVG,
+    "fedsubavg": AS_FEDAVG,
+    "ties": AS_FEDAVG,
+    "taskarithmetic": AS_FEDAVG,
+    "diloco": AS_FEDAVG,
+    "fedala": AS_FEDAVG,
+    "fedrod": AS_FEDAVG,
     "fedbuff": AS_FEDAVG,
     "gitfl": AS_FEDAVG,
     "fedsa": lambda s, p: (K * (s + 1), K * s),
@@ -71,6 +77,7 @@ def test_clients_keep_what_the_papers_say(engine):
         "fedspeed": N * params,
         "fedsmoo": N * 2 * params,
         "fedmoswa": N * params,
+        "diloco": N * (params + 1),  # the velocity, and whether there is one
     }
     assert {name: trees.num_bytes(engine(name).shapes().memory) for name in expected} == expected
     others = [engine(name) for name in TABLE if name not in expected]

@@ -340,6 +340,9 @@ def test_every_other_member_sees_the_inner_state():
 
 
 REFUSED = (
+    "dpsgd",
+    "gossipmr",
+    "kgt",
     "pfedbayes",
     "gitfl",
     "fedmerge",

@@ -1,0 +1,99 @@
+"""DiLoCo against its equations, its special case, and the optimizer that clients keep."""
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_mr as fmr
+from fedjax_mr.client import local
+from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import STRATEGIES, fedavg
+from fedjax_mr.strategies.diloco import Hyper
+from fedjax_mr.strategies.parts import averaging
+from fedjax_mr.strategies.transforms import keep_optimizer
+from fedjax_mr.testing.federations import federated, network_of
+
+
+def test_three_rounds_equal_the_equations(transcription):
+    """SGD with momentum as inner optimizer: its velocity stays on the client."""
+    by_hand = transcription("diloco", Hyper(outer_lr=0.7, outer_momentum=0.9), seed=1)
+    model = by_hand.read(by_hand.progress.server.inner.model)
+    outer, velocities, again = [0 * leaf for leaf in model], {}, 0
+    for clients in by_hand.rounds(4):
+        trained = []
+        for i in clients:
+            weights, velocity = model, velocities.get(i, [0 * leaf for leaf in model])
+            again += i in velocities
+            for _ in range(3):
+                gradient = by_hand.gradient(lambda w, i=i: by_hand.cross_entropy(w, i), weights)
+                velocity = [0.5 * v + g for v, g in zip(velocity, gradient, strict=True)]
+                weights = [w - 0.1 * v for w, v in zip(weights, velocity, strict=True)]
+            trained.append(weights)
+            velocities[i] = velocity
+        delta = [x - y for x, y in zip(model, by_hand.mean(trained), strict=True)]
+        outer = [0.9 * v + d for v, d in zip(outer, delta, strict=True)]
+        model = [x - 0.7 * (d + 0.9 * v) for x, d, v in zip(model, delta, outer, strict=True)]
+        by_hand.check(by_hand.progress.server.inner.model, model)
+    assert again > 0
+
+
+def simulator(build, *, optimizer="sgd", momentum=0.0, **setting):
+    setting = local.setting(optimizer, lr=0.05, momentum=momentum, batch_size=12, **setting)
+    return fmr.Simulator(build, network_of("linear"), federated(), cohort=6, local=setting, devices=1)
+
+
+def test_with_one_step_of_sgd_it_is_the_gradient_step_of_fedavg(close):
+    hyper = Hyper(outer_lr=1.0, outer_momentum=0.0)
+    ours = simulator(lambda _, problem: STRATEGIES["diloco"].build(hyper, problem), steps=1)
+    average = simulator(lambda _, problem: fedavg.build(fedavg.Hyper("uniform"), problem), steps=1)
+    (found, _), (expected, _) = ours.run(ours.init(), 3), average.run(average.init(), 3)
+    close(found.server.inner.model, expected.server.model)
+
+
+@jax.numpy_dtype_promotion("standard")  # optax's Adam divides by 1 - decay**count, a float to an integer power
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "schedule_free"])
+def test_a_client_that_keeps_its_optimizer_trains_as_without_a_break(optimizer, close):
+    """With one client, two rounds of one step are one round of two steps."""
+
+    def train(rounds, steps):
+        setting = local.setting(optimizer, lr=0.05, momentum=0.5, steps=steps, batch_size=12)
+        one = federated((9,))
+        kept = lambda _, problem: keep_optimizer(averaging(problem), problem)
+        run = fmr.Simulator(kept, network_of("linear"), one, cohort=1, local=setting, devices=1)
+        return run.run(run.init(), rounds)[0]
+
+    apart, together = train(2, 1), train(1, 2)
+    close(apart.memory, together.memory)
+    if optimizer != "schedule_free":  # whose gradients are not those of the uploaded mean
+        close(apart.server, together.server)
+    fresh = federated((9,))
+    setting = local.setting(optimizer, lr=0.05, momentum=0.5, steps=1, batch_size=12)
+    without = fmr.Simulator("fedavg", network_of("linear"), fresh, cohort=1, local=setting, devices=1)
+    new = without.run(without.init(), 2)[0].server
+    assert any(np.any(np.abs(a - b) > 1e-6) for a, b in zip(*map(jax.tree.leaves, (new, apart.server)), strict=True))
+
+
+def test_methods_whose_clients_do_more_than_train_are_refused(engine):
+    problem = engine("fedavg", "linear").constants.problem
+    for name in ("scaffold", "fedprox", "ditto", "diloco"):
+        row = STRATEGIES[name]
+        with pytest.raises(UserError, match="leave keep_optimizer out"):
+            keep_optimizer(row.build(row.hyper(), problem), problem)
+
+
+def test_the_flag_keeps_the_velocity(tmp_path):
+    def last_loss(keep):
+        config = fmr.Config(
+            dataset="digits", model="logistic", clients=4, cohort=4, rounds=2, local_epochs=1, batch_size=200,
+            keep_optimizer=keep, run_dir=str(tmp_path / str(keep)), progress=False, devices=1,
+        )  # fmt: skip
+        return fmr.run(config).rows[-1]["train_loss"]
+
+    assert last_loss(True) != last_loss(False)
+
+
+def test_recombined_models_each_have_an_outer_optimizer(engine, close):
+    one = engine("diloco", "linear", hyper=Hyper(combine="recombine", outer_lr=1.0, outer_momentum=0.0))
+    other = engine("fedmr", "linear")
+    (first, _), (expected, _) = one.run(one.init(), 1), other.run(other.init(), 1)  # velocities start at zero
+    close(first.server.inner.models, expected.server.models)

@@ -1,0 +1,40 @@
+"""IFCA against its equations: both options, the shared body, and the clusters that it finds."""
+
+import jax
+import numpy as np
+import pytest
+
+from fedjax_mr import trees
+from fedjax_mr.strategies.ifca import Hyper
+
+
+@pytest.mark.parametrize("shared", ["none", "body"])
+@pytest.mark.parametrize("average", ["model", "gradient"])
+def test_three_rounds_equal_the_equations(transcription, average, shared):
+    by_hand = transcription("ifca", Hyper(clusters=3, average=average, shared=shared))
+    models = [by_hand.read(trees.take(by_hand.progress.server.models, number)) for number in range(3)]
+    sizes = []
+    for clients in by_hand.rounds(3):
+        losses = [[float(by_hand.cross_entropy(model, client)) for model in models] for client in clients]
+        chosen = np.argmin(losses, axis=1)
+        trained = [by_hand.train(models[number], client) for client, number in zip(clients, chosen, strict=True)]
+        body = by_hand.mean(trained)[2:]  # the first two tensors are the classifier
+        for number in range(3):
+            members = [trained[row] for row in np.flatnonzero(chosen == number)]
+            sizes.append(len(members))
+            if members:
+                share = 1.0 if average == "model" else len(members) / len(clients)
+                new = by_hand.mean(members)
+                models[number] = [(1 - share) * x + share * y for x, y in zip(models[number], new, strict=True)]
+            if shared == "body":
+                models[number] = [*models[number][:2], *body]
+            assert float(by_hand.report.info[f"clients_of_cluster_{number}"]) == len(members)
+        for number, model in enumerate(models):
+            by_hand.check(trees.take(by_hand.progress.server.models, number), model)
+    assert 0 in sizes and max(sizes) > 1
+
+
+def test_the_clusters_share_their_body_from_the_start(engine):
+    models = jax.device_get(engine("ifca", "perceptron", hyper=Hyper(shared="body")).init()).server.models
+    for path, leaf in jax.tree_util.tree_leaves_with_path(models):
+        assert np.array_equal(leaf[0], leaf[1]) != ("classifier" in jax.tree_util.keystr(path))
