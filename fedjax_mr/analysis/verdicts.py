@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fedjax_mr.analysis import groups, paired
 from fedjax_mr.analysis.paired import ALPHA, BETTER, EQUAL, UNDECIDED, WORSE, Verdict
 from fedjax_mr.analysis.tables import Line
+from fedjax_mr.errors import unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.settings import settings_of
@@ -19,6 +20,7 @@ PROBLEM = tuple(
     for setting in settings_of(Config)
     if setting.info.group in ("Data", "Partition", "Evaluation and records") and setting.flag != "partition_seed"
 )  # settings that are the same for methods that are compared
+LOSSES = ("loss", "train_loss")
 MARGIN = 0.01  # of a fraction such as the accuracy: one percentage point
 FEWEST = 3  # seeds of a verdict below a table
 NAMED = 4  # methods in a line; others are counted
@@ -30,11 +32,19 @@ def problem(config: Config) -> dict[str, Any]:
 
 
 def lower_is_better(column: str) -> bool:
-    """Whether lower values of a column of the evaluations are better, such as a loss."""
+    """Whether lower values of a column of the evaluations are better, such as a loss.
+
+    Raises:
+      UserError: the column is no metric and no loss, so which values are better is not known.
+    """
     base = column
     for prefix in ("validation_", "personal_", "finetuned_"):
         base = base.removeprefix(prefix)
-    return not METRICS[base].higher_is_better if base in METRICS else "loss" in base
+    if base in METRICS:
+        return not METRICS[base].higher_is_better
+    if base in LOSSES:
+        return True
+    raise unknown_name("metric", column, [*METRICS, *LOSSES])
 
 
 class Unit(NamedTuple):

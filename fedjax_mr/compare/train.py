@@ -89,6 +89,8 @@ def compare(
       DivergedError: a run diverged, so its method has no value with this seed.
     """
     _check(until=until, most_seeds=most_seeds, block=block, error=error, margin=margin)
+    if metric is not None:
+        verdicts.lower_is_better(metric)  # an unknown name is refused before the training
     common = config or Config()
     asked = [
         dataclasses.replace(common, strategy=each, hyper=None) if isinstance(each, str) else each for each in methods
@@ -209,12 +211,14 @@ def _place(row: MetricsRow, budget: str) -> float:
 def _complete(ledger: dict[str, Any], rows: Mapping[Any, list[MetricsRow]]) -> None:
     """Fill in the metric and the margin, which are those of the first run if they are not set."""
     first = next(iter(rows.values()))
-    metric = ledger["metric"] = ledger["metric"] or metric_of(first).name
+    primary = metric_of(first)
+    metric = ledger["metric"] = ledger["metric"] or primary.name
     for each in rows.values():
         if metric not in each[-1]:
             numbers = [name for name, value in each[-1].items() if isinstance(value, float)]
             raise unknown_name("metric", metric, numbers)
-    ledger["higher_is_better"] = not verdicts.lower_is_better(metric)
+    own = metric == primary.name  # perhaps a metric of the user, which is no row
+    ledger["higher_is_better"] = primary.higher_is_better if own else not verdicts.lower_is_better(metric)
     if ledger["margin"] is None:
         ledger["margin"] = verdicts.MARGIN if verdicts.Unit.of(metric).words else 0.0
 

@@ -5,6 +5,7 @@ import pytest
 from fedjax_mr.analysis import verdicts
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.analysis.paired import Verdict
+from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.config import Config
 
 POINTS = verdicts.Unit(100, 2, " points")
@@ -73,7 +74,13 @@ def test_sentences():
 @pytest.mark.parametrize(
     ("column", "lower"),
     [("accuracy", False), ("loss", True), ("personal_accuracy", False), ("validation_loss", True), ("rmse", True),
-     ("personal_rmse", True), ("mine", False)],
+     ("personal_rmse", True), ("train_loss", True)],
 )  # fmt: skip
 def test_which_columns_are_better_when_lower(column, lower):
     assert verdicts.lower_is_better(column) == lower
+
+
+@pytest.mark.parametrize("column", ["acuracy", "seconds", "similarity"])
+def test_columns_without_a_better_direction_are_refused(column):
+    with pytest.raises(UserError, match=f"unknown metric '{column}'"):
+        verdicts.lower_is_better(column)
