@@ -6,6 +6,7 @@ from fedjax_mr.client import local
 from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.clock.asynchronous import STALENESS, StalenessRow
 from fedjax_mr.clock.fleet import FLEETS, Fleet, FleetRow
+from fedjax_mr.compare import Comparison, compare
 from fedjax_mr.data import SOURCES, Dataset, FederatedData, Source
 from fedjax_mr.data.augment import AUGMENTATIONS, Augmentation
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
@@ -49,6 +50,7 @@ __all__ = [
     "Augmentation",
     "BlockNet",
     "Cohort",
+    "Comparison",
     "Config",
     "Contract",
     "Dataset",
@@ -79,6 +81,7 @@ __all__ = [
     "UserError",
     "Variables",
     "WhatIf",
+    "compare",
     "data",
     "field",
     "from_arrays",

@@ -1,6 +1,7 @@
 """Write the trained network of a run as a folder that loads with orbax and Flax alone.
 
-FOLDER receives the variables (orbax), network.json (class, fields, normalisation), an example and a README. A
+FOLDER receives the variables (orbax), network.json (class, fields, normalisation), an example and a README. Networks of
+Llama's architecture are written for the package transformers: config.json, model.safetensors and the tokenizer. A
 user-supplied network can only be exported in Python: fmr.load(RUN, model=...).export(FOLDER).
 """
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with imports.blamed(), flags_in_errors():
             run = of_run.read(chosen)
             folder = run.export(chosen.folder, client=chosen.client, merged=chosen.merged)
-        print(f"exported into {folder}: try python example.py there")
+        print(f"exported into {folder}" + (": try python example.py there" if (folder / "example.py").exists() else ""))
     except UserError as error:
         print(f"fedjax-mr: {error}", file=sys.stderr)
         return error.exit_code

@@ -65,7 +65,8 @@ def test_every_setting_refuses_bad_values(flag):
 def test_all_that_names_a_file_or_folder_is_a_path():
     paths = {flag for flag, setting in EVERY.items() if setting.info.path}
     named = {flag for flag, setting in EVERY.items() if setting.kind is str and "folder" in setting.info.help.lower()}
-    assert paths == {"dataset", "fleet", "import", "partition_file", "public_from"} | named
+    graphs = {f"{strategy}_graph" for strategy in ("dpsgd", "gossipmr", "kgt")}
+    assert paths == {"dataset", "fleet", "import", "partition_file", "public_from"} | graphs | named
 
 
 @pytest.mark.parametrize(

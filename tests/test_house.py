@@ -29,7 +29,7 @@ from fedjax_mr.strategies import STRATEGIES, Row, by_group
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fedjax_mr"
 # All modules may import these. These import only each other.
-FREE = {"errors", "files", "keys", "registry", "settings", "trees", "untrusted"}
+FREE = {"errors", "files", "gguf_files", "keys", "registry", "settings", "trees", "untrusted"}
 
 # The library is pure; the laboratory (the command `main`, `export` and the rooms below) uses it, and never the reverse.
 INTERFACE = {"strategies.interface", "strategies.parts", "strategies.traffic"}  # what a strategy is; no method
@@ -49,15 +49,17 @@ LIBRARY = {
 # Downwards only; a room may use its own files. The longest name that fits a module counts.
 LABORATORY = {
     "__init__": {"api"},
-    "api": {"experiment", "whatif"},
+    "api": {"compare", "experiment", "whatif"},
     "main": {"experiment"},
     "export": {"experiment"},
+    "generate": {"experiment"},
     "predict": {"experiment"},
     "experiment": {"plots"},
     "analysis": {"experiment", "plots"},
     "sweep": {"experiment"},
     "sweep.__main__": {"analysis", "experiment", "sweep"},
     "tune": {"analysis", "experiment", "sweep"},
+    "compare": {"analysis", "experiment", "sweep"},
     "whatif": {"experiment", "plots"},
     "whatif.__main__": {"experiment", "sweep.grids", "whatif"},  # the form of --seeds
     "deploy": {"experiment"},
@@ -76,7 +78,9 @@ ONLY_IN = {
     "cryptography": {"secure.primitives"},
     "flwr": {"deploy.flower"},
     "dp_accounting": {"channel.accounting"},
-    "safetensors": {"models.pretrained"},
+    "safetensors": {"models.pretrained", "testing.llama_files"},
+    "gguf": {"gguf_files", "testing.llama_files"},
+    "jinja2": {"data.chat"},
     "tokenizers": {"data.tokens"},
     "datasets": {"data.sources.hf"},
     "pyarrow": {"data.sources.hf"},

@@ -12,6 +12,7 @@ import pytest
 
 from fedjax_mr import sweep, tune
 from fedjax_mr.analysis.__main__ import COMMANDS
+from fedjax_mr.compare import __main__ as compare
 from fedjax_mr.experiment import config, manual
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.whatif import __main__ as whatif
@@ -37,6 +38,8 @@ def check(words):
         tune.plan(flags)
     elif module == "fedjax_mr.whatif":
         config.parse_command(flags, whatif.Settings)
+    elif module == "fedjax_mr.compare":
+        config.parse_command(flags, compare.Settings)
     elif module == "fedjax_mr.analysis":
         parser = argparse.ArgumentParser(exit_on_error=False)
         COMMANDS[flags[0]].add_arguments(parser)

@@ -84,7 +84,17 @@ PARTS = {
         "analysis": (
             "Analysis",
             "Runs, groups of runs and tables, for your own statistics.",
-            ["fedjax_mr.analysis.frames", "fedjax_mr.analysis.runs", "fedjax_mr.analysis.groups"],
+            [
+                "fedjax_mr.analysis.frames",
+                "fedjax_mr.analysis.axes",
+                "fedjax_mr.analysis.runs",
+                "fedjax_mr.analysis.groups",
+            ],
+        ),
+        "compare": (
+            "Verdicts",
+            "Comparisons that stop when they are decided, and their statistics.",
+            ["fedjax_mr.compare.train.compare", "fedjax_mr.analysis.ledger", "fedjax_mr.analysis.paired"],
         ),
     },
 }

@@ -12,86 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scipy.stats import t as student
-
 from fedjax_mr.analysis import groups, tables
-from fedjax_mr.analysis.groups import Statistic
+from fedjax_mr.analysis.paired import LEVEL, Difference, difference, holm
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import kept, titles
 
-LEVEL = 0.95  # of confidence intervals; a claim holds if its p-value is below 1 - LEVEL
-SEEDS = 3  # that a test needs
 POINTS = 1.5  # margin: two settings are as good as each other if their means differ by less
-
-
-class Difference(NamedTuple):
-    """Accuracies of one method minus those of another over the seeds that both have, in percentage points.
-
-    Attributes:
-      count: number of seeds.
-      mean: mean difference.
-      error: standard error of the mean; None with fewer than `SEEDS` seeds, which allow no test.
-    """
-
-    count: int
-    mean: float
-    error: float | None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Confidence interval of the mean by Student's t; None if there is no test."""
-        if self.error is None:
-            return None
-        half = float(student.ppf((1 + LEVEL) / 2, self.count - 1)) * self.error
-        return self.mean - half, self.mean + half
-
-    def p_better(self) -> float | None:
-        """Two-sided p-value of a difference of zero. None if there is no test."""
-        return None if self.error is None else min(1.0, 2 * self._beyond(abs(self.mean)))
-
-    def p_level(self) -> float | None:
-        """The p-value of a difference of `POINTS` or more: the larger of two one-sided tests."""
-        return None if self.error is None else self._beyond(POINTS - abs(self.mean))
-
-    def _beyond(self, distance: float) -> float:
-        """Probability that Student's t is larger than a distance in points."""
-        if not self.error:  # seeds that do not differ at all
-            return 0.0 if distance > 0 else 1.0
-        return float(student.sf(distance / self.error, self.count - 1))
-
-    def __str__(self) -> str:
-        interval = "" if self.interval is None else f" [{self.interval[0]:+.1f}, {self.interval[1]:+.1f}]"
-        return f"{self.mean:+.1f}{interval}, n = {self.count}"
-
-
-def difference(better: Mapping[str, float], worse: Mapping[str, float]) -> Difference | None:
-    """The mean difference of paired seeds. None without a common seed.
-
-    Args:
-      better: accuracies of one method in percent, by seed.
-      worse: accuracies of the other method.
-    """
-    differences = [better[seed] - worse[seed] for seed in better if seed in worse]
-    if not differences:
-        return None
-    mean, deviation = Statistic.of(differences)
-    assert mean is not None
-    tested = deviation is not None and len(differences) >= SEEDS
-    return Difference(len(differences), mean, deviation / len(differences) ** 0.5 if tested else None)
-
-
-def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Correct p-values for their number by Holm's method. None is no test and stays None.
-
-    The smallest of m is multiplied by m, the next by m - 1, and so on. None becomes smaller than the previous one.
-    """
-    tests = sorted((value, place) for place, value in enumerate(values) if value is not None)
-    corrected: list[float | None] = [None] * len(values)
-    largest = 0.0
-    for rank, (value, place) in enumerate(tests):
-        corrected[place] = largest = max(largest, min(1.0, value * (len(tests) - rank)))
-    return corrected
 
 
 def verdicts(compared: Sequence[tuple[Difference, bool]]) -> list[str]:
@@ -101,7 +28,7 @@ def verdicts(compared: Sequence[tuple[Difference, bool]]) -> list[str]:
       compared: each comparison, and whether its claim is "as good as each other". Otherwise the claim is that the first
         one is better.
     """
-    corrected = holm([comparison.p_level() if level else comparison.p_better() for comparison, level in compared])
+    corrected = holm([comparison.p_level(POINTS) if level else comparison.p_better() for comparison, level in compared])
     return [_verdict(comparison, level, p) for (comparison, level), p in zip(compared, corrected, strict=True)]
 
 

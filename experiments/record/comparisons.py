@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from fedjax_mr.analysis import papers, tables
 from fedjax_mr.analysis.groups import Index, Statistic, by_seed
+from fedjax_mr.analysis.paired import LEVEL, Difference, difference
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.analysis.tables import USUAL_ROUNDS
@@ -22,7 +23,7 @@ from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.report import summarise
 from record import claims
-from record.claims import LEVEL, POINTS, Difference, difference, verdicts
+from record.claims import POINTS, verdicts
 
 METHODS = ("fedavg", "fedmr", "fedcross")
 FLAGS = {"CIFAR-10": "cifar10.flags", "CIFAR-100, coarse": "cifar100.flags"}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_mr.analysis import groups, tables
+from fedjax_mr.analysis.paired import LEVEL, difference
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.experiment import kept, titles
 from fedjax_mr.experiment.config import Config
 from record import comparisons
-from record.claims import LEVEL, difference
 from record.comparisons import ONE_SETTING, Comparison, Record
 
 TRIALS = f"_tuning{kept.SUFFIX}"  # end of the name of a table of trials

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedjax_mr.analysis import best, clients, command, curves, mixing, seconds, spread, table, timeline
+from fedjax_mr.analysis import best, clients, command, curves, mixing, report, seconds, spread, table, timeline
 from fedjax_mr.errors import unknown_name
 from fedjax_mr.experiment import interrupts
 
@@ -17,6 +17,7 @@ COMMANDS: dict[str, Any] = {
     "clients": clients,
     "curves": curves,
     "mixing": mixing,
+    "report": report,
     "seconds": seconds,
     "spread": spread,
     "table": table,

@@ -88,7 +88,7 @@ def per_client(run: runs.RunRecord, trained: runs.Trained) -> np.ndarray:
     @jax.jit
     def score(variables: Variables, offset: jax.Array, size: jax.Array) -> Score:
         data = one_client(test, size=size)._replace(index=index, offset=offset)
-        return local.score(trained.model, variables, data, batch_size=local.evaluation_batch())
+        return local.score(trained.model, variables, data, batch_size=local.evaluation_batch(trained.model))
 
     metric = trained.model.task.primary
     ranges = zip(own.split.offsets[:-1], own.split.sizes, strict=True)

@@ -145,6 +145,11 @@ def with_names(chosen: Iterable[RunRecord]) -> list[RunRecord]:
     return [dataclasses.replace(run, name=str(run.path) if names[path.name] > 1 else path.name) for run, path in known]
 
 
+def bytes_sent(row: MetricsRow) -> int:
+    """The bytes that were sent up to an evaluation, in all directions."""
+    return row["bytes_down"] + row["bytes_up"] + row.get("bytes_peer", 0)
+
+
 def add_picture_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the folder and the format of the plots to the arguments of a command."""
     add_out_argument(parser)

@@ -6,11 +6,14 @@ standard deviation is that of a sample. The difference is the mean of the last t
 A run with at most ten evaluations has the mean of all, and its cell says so. Best checkpoint: the test accuracy of the
 checkpoint that --keep_best keeps, chosen by validation samples if there are some. --layout=paper prints methods as rows
 and settings as columns.
+
+The text ends with a verdict where methods share at least three seeds: which one is better, or that they are equal
+within one percentage point, or undecided. It is that of `python -m fedjax_mr.compare`, for the seeds that there are.
 """
 
 import argparse
 
-from fedjax_mr.analysis import groups, layouts, tables
+from fedjax_mr.analysis import groups, layouts, tables, verdicts
 from fedjax_mr.errors import UserError
 
 
@@ -55,7 +58,11 @@ def text(arguments: argparse.Namespace) -> str:
         if options := [name for name in ("value", "papers") if getattr(arguments, name)]:
             raise UserError(f"--{options[0]} needs --layout=paper")
         return tables.accuracy_table(
-            arguments.runs, format=arguments.format, target=arguments.target, until=arguments.round
+            arguments.runs,
+            format=arguments.format,
+            target=arguments.target,
+            until=arguments.round,
+            notes=verdicts.below_table,
         )
     if options := [name for name in ("target", "round") if getattr(arguments, name) is not None]:
         raise UserError(f"--{options[0]} needs --layout=lines")

@@ -16,7 +16,7 @@ from typing import Any
 from fedjax_mr.analysis import groups, papers
 from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.papers import Published
-from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.analysis.runs import RunRecord, bytes_sent
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
 from fedjax_mr.experiment.rows import best_row, metric_of
@@ -201,6 +201,7 @@ def results_of(run: RunRecord, target: float | None = None, until: int | None = 
     best = best_row(rows) if run.config.keep_best else None
     reached = next((row for row in rows if row["round"] == summary["rounds_to_target"]), None)
     return {
+        "seeds": groups.seeds(run.config),
         "rounds": summary["rounds"],
         "evaluations": len(rows),
         "metric": metric,
@@ -212,7 +213,7 @@ def results_of(run: RunRecord, target: float | None = None, until: int | None = 
         "finetuned": run.summary().get(f"finetuned_{metric.name}") if until is None else None,
         "clock": rows[-1].get("clock"),
         "rounds_to_target": summary["rounds_to_target"],
-        "bytes_to_target": reached and reached["bytes_down"] + reached["bytes_up"] + reached.get("bytes_peer", 0),
+        "bytes_to_target": reached and bytes_sent(reached),
         "seconds_to_target": reached and reached.get("clock"),
     }
 
@@ -300,7 +301,12 @@ def _difference(line: Line) -> str:
 
 
 def accuracy_table(
-    paths: Iterable[Path | str], *, format: str = "text", target: float | None = None, until: int | None = None
+    paths: Iterable[Path | str],
+    *,
+    format: str = "text",
+    target: float | None = None,
+    until: int | None = None,
+    notes: Callable[[Sequence[Line]], Sequence[str]] | None = None,
 ) -> str:
     """The table of accuracies of some runs as text.
 
@@ -309,6 +315,7 @@ def accuracy_table(
       format: a key of `FORMATS`.
       target: accuracy to reach, a fraction; or value of the first metric.
       until: a round at which all runs are taken to end.
+      notes: makes lines of text that follow a table as plain text from the lines of the table.
 
     Raises:
       UserError: a path holds no run, its files cannot be read, or no run was evaluated after round ``until``.
@@ -321,4 +328,6 @@ def accuracy_table(
         )
         nearest = ", ".join(map(str, sorted(rounds[:3]))) or "none"
         raise UserError(f"no run was evaluated after round {until}: choose another --round (the nearest: {nearest})")
-    return FORMATS[format](accuracy_cells(lines, target=target))
+    table = FORMATS[format](accuracy_cells(lines, target=target))
+    below = notes(lines) if notes is not None and format == "text" else ()
+    return "\n".join([table, "", *below]) if below else table

@@ -1,6 +1,7 @@
 """Training of one client by local steps on the batches of its epochs, and the test of a model on samples."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -514,13 +515,20 @@ class Score(NamedTuple):
     count: jax.Array  # scalar, samples
 
 
-def evaluation_batch() -> int:
+MOST_OUTPUTS = 1 << 27
+"""Numbers that a network may return for the samples of one forward pass in tests: 0.5 GiB in float32."""
+
+
+def evaluation_batch(model: Model | None = None) -> int:
     """Number of samples per forward pass in tests.
 
     On CPUs, the activations of 64 samples fit into the cache. With 256 samples, LeNet-5 takes 1.6 times as long per
-    image, ResNet-20 1.7 times and pFedHR's M3 2.4 times.
+    image, ResNet-20 1.7 times and pFedHR's M3 2.4 times. Networks with large outputs, such as the logits of 49,152
+    tokens at each position, take fewer samples.
     """
-    return 64 if platforms.current() == "cpu" else 256
+    most = 64 if platforms.current() == "cpu" else 256
+    outputs = 1 if model is None else math.prod(model.task.outputs(model.input_shape))
+    return max(1, min(most, MOST_OUTPUTS // max(1, outputs)))
 
 
 def evaluate(model: Model, variables: Variables, samples: Samples, mask: jax.Array, *, batch_size: int) -> Score:
@@ -557,7 +565,7 @@ def held_out_loss(model: Model, variables: Variables, data: ClientData, *, batch
 def outputs(model: Model, variables: Variables, samples: Samples, rows: Array) -> jax.Array:
     """The outputs [R, ...] of the network for the sample ``rows`` [R], in evaluation mode: [R, C] logits of classes."""
     count = rows.shape[0]
-    size = min(evaluation_batch(), count)
+    size = min(evaluation_batch(model), count)
     batches = jnp.resize(rows, (-(-count // size), size))  # the last batch is padded
     made = jax.lax.map(lambda rows: model.apply(variables, gather(samples, rows)), batches)
     return made.reshape(-1, *made.shape[2:])[:count]
@@ -568,7 +576,7 @@ def client_outputs(model: Model, variables: Variables, data: ClientData, max_siz
 
     Only the batches with samples are computed: [max_size rounded up to complete batches, ...].
     """
-    batch_size = min(evaluation_batch(), max_size)
+    batch_size = min(evaluation_batch(model), max_size)
     shape = jax.eval_shape(lambda: model.apply(variables, gather(data.samples, jnp.zeros(batch_size, jnp.int32))))
 
     def step(number: jax.Array, logits: jax.Array) -> jax.Array:

@@ -88,7 +88,7 @@ _OURS: dict[str, Source] = {
     "svhn_cropped": Source(tfds.load),
     "emnist": Source(tfds.load),
     "femnist": Source(leaf.femnist),
-    "shakespeare": Source(leaf.shakespeare),
+    "shakespeare": Source(leaf.shakespeare, text.TextLength),
     "sentiment": Source(text.sentiment, text.TextLength),
     "masks": Source(masks.load),
     "diabetes": Source(diabetes.load),
@@ -160,7 +160,7 @@ def load(
         file, or ``hf:`` and the path of a folder of Hugging Face's ``datasets`` with texts or images.
       data_dir: the folder of the source's files. Default: depends on the source.
       offline: whether downloads are forbidden.
-      tokenizer: a folder with the tokenizer of texts. Default: hashed words.
+      tokenizer: the tokenizer of texts, see `tokens.encode`. Default: hashed words.
       task: a name of `tasks.TASKS`. Default: that of the source, which is classification for most.
       settings: those of the source, by the names of their flags: ``label_mode`` of CIFAR-100, ``text_length`` of texts,
         and ``target``, ``client_column``, ``categorical`` and ``drop_columns`` of a CSV file (see `from_table`).

@@ -25,7 +25,7 @@ class DataRequest(NamedTuple):
       name: the dataset, such as ``emnist`` or ``emnist/letters``.
       data_dir: the folder of its files. None means the default folder of the source.
       offline: whether internet access is forbidden.
-      tokenizer: folder with the tokenizer of texts, see `tokens.encode`. None means hashed words.
+      tokenizer: the tokenizer of texts, see `tokens.encode`. None means hashed words.
       task: a name of `tasks.TASKS`. None means that of the source.
       settings: the settings of the source, an instance of its dataclass. None if it has none.
     """

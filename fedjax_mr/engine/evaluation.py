@@ -103,7 +103,7 @@ class Evaluation:
         self.axis = axis
         count = len(samples.y)
         with platforms.tracing_for(axis.platform):
-            batch = min(local.evaluation_batch(), -(-count // axis.num_devices))
+            batch = min(local.evaluation_batch(model), -(-count // axis.num_devices))
         padding = -count % (batch * axis.num_devices)
         counted = np.ones(count, bool) if counted is None else counted
         mask = np.concatenate([counted.astype(np.float32), np.zeros(padding, np.float32)])

@@ -276,5 +276,6 @@ def test_client(
         setting = problem.local.in_epochs(epochs)
         variables, _ = local.train(model, setting, variables, data, jax.random.split(key)[1])
     held = data._replace(offset=data.offset + data.size, size=data.validation_size)
-    tested = local.score(model, variables, test, batch_size=CLIENT_BATCH)
-    return tested, local.score(model, variables, held, batch_size=CLIENT_BATCH), model.architecture(variables)
+    size = min(CLIENT_BATCH, local.evaluation_batch(model))
+    tested = local.score(model, variables, test, batch_size=size)
+    return tested, local.score(model, variables, held, batch_size=size), model.architecture(variables)

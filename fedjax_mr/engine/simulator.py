@@ -508,7 +508,7 @@ def network_of(model: Any, dataset: Dataset, *, task: Task | None = None, init: 
       dataset: the samples.
       task: what is learned. Default: that of a `Model` that has been made for one, else that of the dataset.
       init: initialisation of networks chosen by name, see `models.build`.
-      options: ``norm``, ``authors_state`` and ``projection``, see `models.build`.
+      options: ``norm``, ``authors_state``, ``projection`` and ``remat``, see `models.build`.
 
     Raises:
       UserError: a network does not fit the samples. Raised before any compilation.

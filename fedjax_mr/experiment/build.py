@@ -22,7 +22,7 @@ from fedjax_mr.experiment.simulated_time import clients_may_be_late, clock_of
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, adapters, parts
 from fedjax_mr.models.base import with_fields
-from fedjax_mr.models.precision import with_precision
+from fedjax_mr.models.precision import stored, with_precision
 from fedjax_mr.tasks import Task, with_metrics
 
 
@@ -62,7 +62,8 @@ def build_model(
     Raises:
       UserError: a network does not fit the samples, or the precision has no effect on it. Raised before compilation.
     """
-    options = {"norm": config.norm, "authors_state": config.authors_state, "projection": config.projection}
+    options: dict[str, Any] = {"norm": config.norm, "authors_state": config.authors_state}
+    options |= {"projection": config.projection, "remat": config.remat}
     task = task or with_metrics(dataset.task, config.metric_names)
     model = network_of(list(modules) or config.networks, dataset, task=task, init=config.init, **options)
     if model.precision not in ("float32", config.precision):
@@ -70,7 +71,8 @@ def build_model(
     for network in model.networks:
         if (kind := network.convolution) not in ("auto", config.convolution):
             raise UserError(f"{network.name} has convolution={kind}: add convolution={kind}, for the record")
-    model = with_precision(fine_tuned(config, model, variables=variables), config.precision)
+    model = stored(fine_tuned(config, model, variables=variables), config.frozen_dtype)
+    model = with_precision(model, config.precision)
     return with_fields(model, convolution=config.convolution)
 
 

@@ -109,6 +109,9 @@ class Config(
     data_dir: str | None = _data(
         None, "Folder that holds the datasets. If omitted, the usual folder of each source", path=True, local=True,
         affects_results=False, per_process=True, short=True)
+    tokenizer: str | None = _data(
+        None, "What numbers the tokens of texts: a folder with tokenizer.json, a file .gguf, or bytes, whose tokens "
+        "are the 256 bytes. If omitted, the tokenizer of --pretrained, or without it hashes of words", path=True)
     offline: bool = _data(False, "Never use the network, not even to look for data", affects_results=False)
     min_samples_per_client: int = _data(
         0, "Leave out natural clients with fewer samples, training and test samples counted together",
@@ -163,9 +166,9 @@ class Config(
         path=True, source="FedMe")
     pretrained: str | None = _model(
         None, "Folder with the weights from which the network starts: written by python -m fedjax_mr.export (its "
-        "classifier is not used if the number of classes differs), or for minilm with config.json, model.safetensors "
-        "and tokenizer.json, which numbers the words of texts. If omitted, the network starts at random, and the "
-        "numbers of words are hashes", path=True)
+        "classifier is not used if the number of classes differs), or for minilm and smollm2_135m with config.json, "
+        "model.safetensors and tokenizer.json, which numbers the words of texts. For smollm2_135m also a file .gguf, "
+        "which holds both. If omitted, the network starts at random", path=True)
     init: str = _model(
         "torch", "Initialisation of the network: as in PyTorch or in the network's source (torch), or Flax's defaults "
         "(flax)", choices=("torch", "flax"), source="the FedMR authors' code")
@@ -182,12 +185,18 @@ class Config(
     projection: int = _model(
         0, "Width of a projection head (dense, ReLU, dense) before the classifier. 0 disables it",
         low=0, high=16_384, source="MOON's paper: 256; the FedCross authors' code: none")
+    remat: bool = _model(
+        False, "Compute the activations inside each layer again in the backward pass: less memory, more computation. "
+        "Only for networks of Llama's architecture", source="jax.checkpoint")
 
     variables: str | None = _model(
         None, "Hash of the variables that fmr.run(..., variables=...) received. It cannot be set", compiled="no")
     trainable: str | None = _model(
         None, "Variables that train: patterns of their paths, separated by commas, such as classifier/*. All others "
         "are frozen: never sent, and one copy for all clients. If omitted, all train; with --adapter, the adapters do")
+    frozen_dtype: str = _model(
+        "float32", "Number type in which frozen matrices are stored: bfloat16 halves their memory. They are computed "
+        "with in the type of --precision", choices=PRECISIONS, source="our choice")
     adapter: str = _model(
         "none", "Adapters, which train in place of the network (lora), or none", choices=("none", "lora"))
     lora_rank: int = _model(8, "r, rank of the adapters", low=1, high=4096, source="FedSA-LoRA", needs=("adapter",))

@@ -28,7 +28,7 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
             name,
             data_dir=config.data_dir,
             offline=config.offline,
-            tokenizer=tokenizer_of(config.pretrained),
+            tokenizer=tokenizer_of(config),
             task=task,
             **({} if owned is None else vars(owned)),
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedjax_mr import files, registry
 from fedjax_mr.data import Dataset, FederatedData, partition_file
+from fedjax_mr.data import tokens as numbers
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import PartitionPlan, Public
 from fedjax_mr.engine.devices import set_up_jax
@@ -26,6 +27,7 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, read_rows, read_summary
+from fedjax_mr.experiment.pretrained import tokenizer_of
 from fedjax_mr.experiment.rows import best_row
 from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.simulated_time import most_at_once
@@ -236,7 +238,40 @@ class SavedRun:
     def export(self, folder: Path | str, *, client: int | None = None, merged: bool = False) -> Path:
         """Export the deployed model, or that of a client, with `TrainedNetwork.export`. Return the folder."""
         network = self.deployed if client is None else self.personal(client)
-        return network.export(folder, merged=merged)
+        folder, tokenizer = network.export(folder, merged=merged), tokenizer_of(self.config)
+        if tokenizer not in (None, numbers.BYTES) and network.has_format:
+            numbers.save(tokenizer, folder)
+        return folder
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        client: int | None = None,
+        chat: bool = False,
+        tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:
+        """Write a text after a prompt with the deployed model, or that of a client; see `models.generation.generate`.
+
+        Args:
+          prompt: beginning of the text.
+          client: number of a client with a personal model. Default: the deployed model.
+          chat: whether the prompt is written in the chat template of the tokenizer.
+          tokens: largest number of new tokens.
+          temperature: 0 takes the most probable token.
+          top_p: share of the most probable tokens that are drawn from.
+          seed: that of the draws.
+
+        Raises:
+          UserError: the network writes no texts, its tokens are hashes of words, or a number is out of range.
+        """
+        network = self.deployed if client is None else self.personal(client)
+        return network.generate(
+            prompt, tokenizer_of(self.config), chat=chat, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
 
     # --- parts needed to read a checkpoint
 

@@ -1,4 +1,4 @@
-"""The start of a network from the weights in a folder (``--pretrained``)."""
+"""The start of a network from the weights in a folder or file (``--pretrained``), and the tokenizer of its texts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +12,7 @@ from fedjax_mr import untrusted
 from fedjax_mr.data import tokens
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import read_arrays
+from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.trained import NETWORK, VARIABLES
 from fedjax_mr.models import MODELS, Model, Variables, parts
 
@@ -41,11 +42,14 @@ def start_from(model: Model, folder: str, key: jax.Array) -> Variables:
     return parts.joined(known, jax.tree.map(np.asarray, others))
 
 
-def tokenizer_of(folder: str | None) -> str | None:
-    """The folder if its tokenizer numbers the words of texts; None if hashes do.
+def tokenizer_of(config: Config) -> str | None:
+    """The tokenizer that numbers the tokens of texts, see `tokens.encode`; None if hashes of words do.
 
     An exported network has no tokenizer, unless the user has copied that of its texts into the folder.
     """
+    folder = config.pretrained
+    if config.tokenizer is not None:
+        return config.tokenizer
     if folder is None or (_is_exported(folder) and not (Path(folder) / tokens.TOKENIZER).is_file()):
         return None
     return folder
@@ -75,6 +79,8 @@ def _from_elsewhere(folder: str, network: str) -> Variables:
     row = MODELS.get(network)
     if row is not None and row.pretrained is not None:
         return row.pretrained(folder)
+    if Path(folder).is_file():
+        raise UserError(f"pretrained={folder} is a file, which {network} cannot read: pass a folder")
     if not Path(folder).is_dir():
         raise UserError(f"pretrained={folder}: there is no such folder")
     if (Path(folder) / "run.flags").exists():

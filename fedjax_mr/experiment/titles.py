@@ -34,7 +34,8 @@ NETWORKS = {
     **{f"cnn{i}": f"CNN {i}" for i in range(1, 5)}, **{f"lstm{i}": f"LSTM {i}" for i in range(1, 5)},
     **{f"pfedhr_m{i}": f"M{i}" for i in range(1, 5)},
     "vit_tiny": "tiny ViT", "vit_tiny_patch8": "tiny ViT (8x8)", "transformer_tiny": "tiny Transformer",
-    "minilm": "MiniLM", "unet": "U-Net", "gru": "GRU", "lstm_numbers": "LSTM for numbers",
+    "minilm": "MiniLM", "llama_tiny": "tiny Llama", "smollm2_135m": "SmolLM2-135M", "unet": "U-Net", "gru": "GRU",
+    "lstm_numbers": "LSTM for numbers",
     "mlp_table": "MLP for tables",
 }  # fmt: skip
 WITH_AVERAGING = {"momentum": "FedAvgM", "adam": "FedAdam", "yogi": "FedYogi", "adagrad": "FedAdagrad"}

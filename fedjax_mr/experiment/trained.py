@@ -16,11 +16,14 @@ import numpy as np
 from fedjax_mr import files
 from fedjax_mr.client.local import evaluation_batch
 from fedjax_mr.client.samples import Samples, gather
+from fedjax_mr.data import tokens as numbers
+from fedjax_mr.data.chat import asked
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.inputs import scale_and_shift
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import save_arrays
-from fedjax_mr.models import Model, Variables, calls
+from fedjax_mr.keys import random_key
+from fedjax_mr.models import MODELS, Model, Variables, calls, generation
 from fedjax_mr.models.nnx_module import NNXModule
 
 VARIABLES, NETWORK = "variables", "network.json"  # files of an exported network
@@ -78,7 +81,7 @@ class TrainedNetwork:
     def outputs(self, x: Any) -> np.ndarray:
         """Compute the outputs [n, ...] of the network, such as logits, for raw samples; see `predict`."""
         x = self.samples.samples(x)
-        size = max(1, min(evaluation_batch(), len(x)))
+        size = max(1, min(evaluation_batch(self.model), len(x)))
         batches = [np.zeros((0, *self.samples.learned.outputs(self.samples.shape)), np.float32)]
         for first in range(0, len(x), size):
             batch = x[first : first + size]
@@ -123,11 +126,27 @@ class TrainedNetwork:
             low, high = (low, other) if loss(one) <= loss(other) else (one, high)
         return dataclasses.replace(self, temperature=float(np.exp((low + high) / 2)))
 
+    def generate(
+        self, prompt: str, tokenizer: str | None, *, chat: bool, tokens: int, seed: int, **options: Any
+    ) -> str:
+        """Write a text of at most ``tokens`` tokens after a prompt, see `SavedRun.generate`."""
+        text = asked(tokenizer, prompt) if chat else prompt
+        (row,), _ = numbers.numbered([text], tokenizer)
+        options |= {"key": random_key(seed), "count": tokens, "stop": numbers.special(tokenizer)}
+        (written,) = generation.generate(self.model, self.variables, [row], **options)
+        return numbers.decode(written, tokenizer)
+
+    @property
+    def has_format(self) -> bool:
+        """Whether the network is exported in the format of its source (`models.ModelRow.export`)."""
+        return getattr(MODELS.get(self.model.name), "export", None) is not None
+
     def export(self, folder: Path | str, *, merged: bool = False) -> Path:
         """Write a folder that loads with only orbax and Flax, and return its path.
 
         It contains ``variables`` (orbax), ``network.json`` (class, fields, normalisation), ``example.py`` and
-        ``README.md``. The variables are all those of the module, also the frozen ones.
+        ``README.md``. The variables are all those of the module, also the frozen ones. A network with a format of its
+        source is written in that (`models.ModelRow.export`).
 
         Args:
           folder: the new folder.
@@ -141,12 +160,16 @@ class TrainedNetwork:
                 f"{self.model.name} has adapters, which plain Flax does not know: add --merged (merged=True)"
             )
         variables = self.model.merged(self.variables)
-        folder, texts = Path(folder), self._texts(variables)
+        write = MODELS[self.model.name].export if self.has_format else None
+        folder, texts = Path(folder), {} if self.has_format else self._texts(variables)
         created: list[Path] = []
         try:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UserError(f"{folder} already exists and is not empty: choose a new folder")
             created = files.make_folder(folder)
+            if write is not None:
+                write(self.model.module, variables, folder)
+                return folder
             save_arrays(folder / VARIABLES, variables)
             for name, text in texts.items():
                 with files.atomic_write(folder / name) as path:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ from fedjax_mr import registry
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.models import (
     cnn,
+    llama,
     lstm,
     nnx_module,
     pfedhr,
@@ -28,7 +30,7 @@ from fedjax_mr.models import (
 from fedjax_mr.models.base import BlockNet, Layer, Model, Variables, describe
 from fedjax_mr.models.zoo import Zoo
 from fedjax_mr.registry import Registry
-from fedjax_mr.tasks import Classification, Segmentation, Task
+from fedjax_mr.tasks import Classification, Language, Segmentation, Task
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -46,8 +48,10 @@ class ModelRow:
       num_classes: C in the source.
       source: the paper or code that the network comes from.
       input_dtype: float32 for images and vectors, int32 for token sequences.
-      pretrained: reads pretrained variables from a folder: all or all but those of the head. None: there are none.
+      pretrained: reads pretrained variables from a folder or file: all or all but those of the head. None: there are
+        none.
       task: what the network learns in the source.
+      export: (module, variables, folder) -> None. Writes the network in the format of its source. None: there is none.
     """
 
     network: "Callable[..., nn.Module | nnx.Module] | nn.Module | nnx.Module"
@@ -57,9 +61,10 @@ class ModelRow:
     input_dtype: Any = np.float32
     pretrained: Callable[[str], Variables] | None = None
     task: type[Task] = Classification
+    export: Callable[[Any, Variables, Path], None] | None = None
 
 
-CIFAR, GREY, TEXT, SENTENCE, SERIES = (32, 32, 3), (28, 28, 1), (80,), (48,), (50, 6)
+CIFAR, GREY, TEXT, SENTENCE, SERIES, TOKENS = (32, 32, 3), (28, 28, 1), (80,), (48,), (50, 6), (64,)
 
 SIZES = {"small": {"scale": 0.5}, "large": {"scale": 2.0}, "deep": {"deep": True}}
 """Variants of a small network, for experiments in which clients have different networks."""
@@ -140,6 +145,22 @@ _OURS: dict[str, ModelRow] = {
         np.int32,
         functools.partial(pretrained.bert, heads=12, depth=6),
     ),
+    **{
+        name: ModelRow(
+            functools.partial(llama.Llama, **sizes),
+            TOKENS,
+            vocabulary,
+            source,
+            np.int32,
+            functools.partial(pretrained.llama, sizes=sizes),
+            Language,
+            pretrained.write_llama,
+        )
+        for name, sizes, vocabulary, source in (
+            ("llama_tiny", llama.TINY, 257, "this project; Llama's architecture (Touvron et al., 2023) in two layers"),
+            ("smollm2_135m", llama.SMOLLM2_135M, 49_152, "SmolLM2-135M (Ben Allal et al., 2025)"),
+        )
+    },
     "pfedhr_m1": ModelRow(pfedhr.M1, CIFAR, 10, "pFedHR's code (CNN1)"),
     "pfedhr_m2": ModelRow(pfedhr.M2, CIFAR, 10, "pFedHR (M1 with a third convolution)"),
     "pfedhr_m3": ModelRow(pfedhr.M3, CIFAR, 10, "pFedHR's code (CNN3)"),
@@ -159,6 +180,7 @@ def build(
     norm: str = "batch",
     authors_state: bool = False,
     projection: int = 0,
+    remat: bool = False,
     vocabulary: int = 0,
     categories: tuple[int, ...] = (),
     task: Task | None = None,
@@ -176,6 +198,7 @@ def build(
         batch counters and the final BatchNorm of ``resnet20``.
       projection: width of a projection head in front of the classifier (Li et al., MOON, CVPR 2021: 256). 0 disables
         it.
+      remat: whether activations inside a layer are computed again in the backward pass, for networks that can.
       vocabulary: number of different tokens. 0: the number of classes, or what the network was trained on.
       categories: for each column of a table the number of its categories, or 0 for numbers. (): all are numbers.
       task: what the network learns. Default: classification with C classes.
@@ -205,12 +228,13 @@ def build(
     if not isinstance(network, BlockNet):
         return of_module(
             network, input_shape=input_shape, input_dtype=input_dtype, name=name, norm=norm,
-            authors_state=authors_state, projection=projection, task=task,
+            authors_state=authors_state, projection=projection, remat=remat, task=task,
         )  # fmt: skip
     if projection and (len(outputs) > 1 or not network.has_representation):
         raise UserError(f"projection={projection}: {name} has no representation to project; use another model, or 0")
     options: dict[str, Any] = {"norm": norm} if norm != "batch" else {}
     options |= {"authors_state": True} if authors_state else {}
+    options |= {"remat": True} if remat else {}
     for option, value in options.items():
         if not hasattr(network, option):
             raise UserError(f"{option}={value} does not apply to the model {name}; leave it out")
@@ -267,6 +291,7 @@ def of_module(
     norm: str = "batch",
     authors_state: bool = False,
     projection: int = 0,
+    remat: bool = False,
     name: str = "",
     task: Task | None = None,
 ) -> Model:
@@ -278,6 +303,7 @@ def of_module(
     """
     for option, value, default in (
         ("norm", norm, "batch"), ("authors_state", authors_state, False), ("projection", projection, 0),
+        ("remat", remat, False),
     ):  # fmt: skip
         if value != default:
             raise UserError(f"{option}={value} only applies to built-in networks: build it into the module instead")

@@ -119,7 +119,7 @@ def lora(
       key: initialises A, and the base if ``variables`` is None; consumed.
       targets: patterns of the paths of the kernels, separated by commas. Default: the queries and values of attention,
         or all dense kernels but the head's if there is no attention.
-      head: whether the last layer trains, too.
+      head: whether the last layer trains, too. A head with the weights of the embedding stays frozen.
       trainable: what trains, if it is not the adapters (and the head), such as ``*/lora_b`` for FFA-LoRA.
       variables: the variables of the base, such as pretrained ones.
       dropout: probability that an input of an adapter is zero in training.
@@ -142,7 +142,8 @@ def lora(
     added = {path: _pair(jax.random.fold_in(key, n), kernels[path], rank, scale) for n, path in enumerate(chosen)}
     own = {"params": unflatten_dict({(*path, name): leaf for path in chosen for name, leaf in added[path].items()})}
     last = "/".join((*list(kernels)[-1], "*"))
-    rule = parts.predicate(trainable or f"*{A},*{B}{',' + last if head else ''}")
+    untied = not getattr(model.module, "tied", False)
+    rule = parts.predicate(trainable or f"*{A},*{B}{',' + last if head and untied else ''}")
     trains = lambda path: rule(path) and not path.endswith(SCALE)
     start, frozen = parts.split(parts.joined(base, own), trains)
     if not start.get("params"):

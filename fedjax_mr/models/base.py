@@ -44,6 +44,7 @@ class BlockNet(nn.Module):
       takes: the kind of samples: ``images`` [H, W, channels], ``tokens`` [T], ``sequences`` of numbers [T, F], ``rows``
         of a table [F] or ``numbers`` of any shape.
       has_representation: whether any layer precedes the head.
+      tied: whether the head has the weights of the embedding. Adapters leave such a head frozen.
     """
 
     num_classes: int
@@ -51,6 +52,7 @@ class BlockNet(nn.Module):
     projection: int = 0
     takes: ClassVar[str] = "images"
     has_representation: ClassVar[bool] = True
+    tied: ClassVar[bool] = False
 
     def blocks(self) -> tuple[tuple[str, nn.Module], ...]:
         """The named blocks in forward order."""
@@ -150,8 +152,8 @@ class Model:
         return calls.init(self.module, key, x)
 
     def whole(self, variables: Variables) -> Variables:
-        """The variables of the module: the given ones, which train, and the frozen ones."""
-        return parts.joined(self.frozen, variables)
+        """The variables of the module: the given ones, which train, and the frozen ones in their number type."""
+        return parts.joined(precision.widened(self.frozen, variables), variables)
 
     def merged(self, variables: Variables) -> Variables:
         """The variables of the module for plain Flax: the `whole` ones, with adapters added to the kernels."""

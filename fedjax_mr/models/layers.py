@@ -92,16 +92,20 @@ class Dense(nn.Module):
     Attributes:
       features: O.
       initialisation: see `initializers`.
+      use_bias: whether there is a bias.
     """
 
     features: int
     initialisation: str = "torch"
+    use_bias: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Compute the output [..., O] for vectors [..., I]."""
         kernel_init, bias_init = initializers(self.initialisation, x.shape[-1])
         kernel = self.param("kernel", kernel_init, (x.shape[-1], self.features), jnp.float32)
+        if not self.use_bias:
+            return x @ kernel
         bias = self.param("bias", bias_init, (self.features,), jnp.float32)
         return x @ kernel + bias.reshape(*(1 for _ in x.shape[:-1]), -1)
 

@@ -3,6 +3,8 @@
 Parameters and inputs are rounded to bfloat16 at the start of each forward pass in training mode. Logits, losses,
 gradients, statistics, the optimizer and the server stay in float32. bfloat16 has the range of float32, so losses need
 no scaling (Micikevicius et al., ICLR 2018, describe the scheme for float16, which does).
+
+Frozen variables may also be stored in bfloat16 (`stored`), whatever the precision of the passes is.
 """
 
 import dataclasses
@@ -11,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from fedjax_mr.errors import UserError, unknown_name
@@ -48,6 +51,31 @@ def with_precision(model: Any, precision: str) -> Any:
             f"precision={precision} has no effect on {model.name}, whose layers choose their own dtype: leave it out"
         )
     return changed
+
+
+def stored(model: Any, dtype: str) -> Any:
+    """A network whose frozen matrices are stored in another type, ``bfloat16`` or ``float32``.
+
+    Vectors, such as the scales of a normalisation, stay in float32: they are small.
+
+    Raises:
+      UserError: nothing is frozen.
+    """
+    if dtype == "float32":
+        return model
+    if not model.frozen:
+        raise UserError(f"frozen_dtype={dtype} needs frozen variables: add adapter=lora, or leave it out")
+    narrow = lambda leaf: np.asarray(leaf).astype(jnp.bfloat16) if np.ndim(leaf) > 1 else leaf
+    return dataclasses.replace(model, frozen=jax.tree.map(narrow, model.frozen))
+
+
+def widened(frozen: Any, variables: Any) -> Any:
+    """Frozen variables in which those stored in bfloat16 have the type of the variables that train."""
+    leaves = jax.tree.leaves(frozen)
+    if not any(leaf.dtype == jnp.bfloat16 for leaf in leaves):
+        return frozen
+    dtype = jnp.result_type(*{leaf.dtype for leaf in jax.tree.leaves(variables.get("params", {}))} or {jnp.float32})
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.bfloat16 else leaf, frozen)
 
 
 def product_dtypes(model: Any) -> set[Any]:

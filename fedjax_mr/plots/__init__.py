@@ -1,8 +1,8 @@
 """All plots, one subject per file. Only this package imports matplotlib, when it draws; it needs no display."""
 
 from fedjax_mr.plots.clients import contributions, histograms, partition, personal
-from fedjax_mr.plots.figure import FORMATS, X_UNITS, import_ahead, unit_of
-from fedjax_mr.plots.lines import Series, bars, curves, lines
+from fedjax_mr.plots.figure import FORMATS, X_UNITS, Design, import_ahead, new_axes, unit_of
+from fedjax_mr.plots.lines import Series, bars, coloured, curves, draw, lines
 from fedjax_mr.plots.looks import COLOURS, Look, looks
 from fedjax_mr.plots.timeline import Jobs, timeline
 
@@ -10,16 +10,20 @@ __all__ = [
     "COLOURS",
     "FORMATS",
     "X_UNITS",
+    "Design",
     "Jobs",
     "Look",
     "Series",
     "bars",
+    "coloured",
     "contributions",
     "curves",
+    "draw",
     "histograms",
     "import_ahead",
     "lines",
     "looks",
+    "new_axes",
     "partition",
     "personal",
     "timeline",

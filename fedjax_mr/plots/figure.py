@@ -3,9 +3,10 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedjax_mr import files
+from fedjax_mr.errors import UserError
 
 FORMATS = ("png", "pdf", "svg")
 WIDTH = 10.0  # inches
@@ -19,6 +20,45 @@ LEAST = 3  # a unit is used if the longest curve has at least so many
 _SETTINGS: Any = {"text.parse_math": False, "pdf.fonttype": 42, "svg.hashsalt": "fedjax_mr"}
 
 
+class Design(NamedTuple):
+    """How a picture differs from the usual look.
+
+    Attributes:
+      width, height: size in inches. None: the usual size.
+      title: title of the picture.
+      colours: colours of lines by their name or by their method, as Matplotlib names them.
+      style: a Matplotlib style: its name, or the path of an ``.mplstyle`` file.
+    """
+
+    width: float | None = None
+    height: float | None = None
+    title: str = ""
+    colours: Mapping[str, str] = {}
+    style: str | None = None
+
+    def check(self) -> None:
+        """Check the design before anything is drawn.
+
+        Raises:
+          UserError: a size out of range, an unknown colour or an unknown style.
+        """
+        from matplotlib.colors import is_color_like
+
+        for name, size in (("width", self.width), ("height", self.height)):
+            if size is not None and not 1 <= size <= 100:
+                raise UserError(f"{name}={size} is out of range (allowed: >= 1 and <= 100 inches)")
+        if wrong := [name for name, colour in self.colours.items() if not is_color_like(colour)]:
+            raise UserError(f"{self.colours[wrong[0]]} is no colour: write a name such as black, or #D55E00")
+        if self.style is not None:
+            import matplotlib.style
+
+            try:
+                with matplotlib.style.context(self.style):
+                    pass
+            except OSError:
+                raise UserError(f"{self.style} is neither a style of Matplotlib nor a file with one") from None
+
+
 def import_ahead() -> None:
     """Import matplotlib, which the first `picture` would do otherwise."""
     import matplotlib.backends.backend_agg
@@ -26,21 +66,35 @@ def import_ahead() -> None:
 
 
 @contextlib.contextmanager
-def picture(path: Path | str, size: tuple[float, float], *, layout: Any = "constrained") -> Iterator[Any]:
+def picture(
+    path: Path | str, size: tuple[float, float], *, layout: Any = "constrained", style: str | None = None
+) -> Iterator[Any]:
     """Yield an empty figure of ``size`` (inches) and write it atomically to ``path``, unless the block fails.
 
     The suffix of the path must be one of `FORMATS`. With ``layout="none"``, which is faster, the block chooses the
-    margins.
+    margins. ``style`` is a style of Matplotlib.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_SETTINGS), files.atomic_write(path) as temporary:
+    with contextlib.ExitStack() as settings, files.atomic_write(path) as temporary:
+        if style is not None:
+            import matplotlib.style  # reads files, so only if needed
+
+            settings.enter_context(matplotlib.style.context(style))
+        settings.enter_context(matplotlib.rc_context(_SETTINGS))
         figure = Figure(figsize=size, layout=layout, dpi=150)
         FigureCanvasAgg(figure)  # no window, whatever the user's backend
         yield figure
         figure.savefig(temporary)
+
+
+def new_axes() -> Any:
+    """Axes of a new figure of pyplot, which notebooks show."""
+    from matplotlib import pyplot
+
+    return pyplot.subplots(layout="constrained")[1]
 
 
 def name_axes(axis: Any, x_label: str = "", y_label: str = "", *, title: str = "") -> None:

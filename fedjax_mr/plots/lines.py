@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_mr.plots.figure import WIDTH, column, name_axes, picture
+from fedjax_mr.plots.figure import WIDTH, Design, column, name_axes, picture
 from fedjax_mr.plots.looks import Look, looks
 
 Series = Mapping[str, tuple[Sequence[float] | np.ndarray, ...]]
 """Lines by name: x, y and, for a band around the line, its half width."""
 
+USUAL = Design()
 MOST_COLUMNS = 4  # panels side by side
 ALL_MARKED = 12  # lines with at most so many points have a marker at each; longer ones have about as many markers
 
@@ -56,6 +57,7 @@ def lines(
     x_names: Sequence[str] = (),
     crosses: Mapping[str, Series] | None = None,
     possible: tuple[float, float] = (-math.inf, math.inf),
+    design: Design = USUAL,
 ) -> None:
     """Draw lines in panels with common axes; a name has the same look in all of them.
 
@@ -69,11 +71,17 @@ def lines(
       x_names: names to write at x = 0, 1, ... instead of numbers.
       crosses: points by panel and name of a line, each drawn as a cross in the colour of its line.
       possible: lowest and highest possible value of y. Bands end there.
+      design: size, title, colours and style of the picture.
+
+    Raises:
+      UserError: a bad size, colour or style.
     """
     from matplotlib.ticker import NullFormatter
 
-    with _line_panels(path, list(panels.values()), methods, possible=possible) as axes:
-        chosen = looks(dict.fromkeys(name for series in panels.values() for name in series), methods)
+    design.check()
+    with _line_panels(path, list(panels.values()), methods, possible=possible, design=design) as axes:
+        names = list(dict.fromkeys(name for series in panels.values() for name in series))
+        chosen = coloured(looks(names, methods), methods, design)
         for axis, title in zip(axes, panels, strict=True):
             for name, (x, y) in (crosses or {}).get(title, {}).items():
                 axis.plot(x, y, "x", color=chosen[name].colour, markersize=9, markeredgewidth=2.2, zorder=3)
@@ -97,42 +105,75 @@ def _line_panels(
     *,
     share: bool = True,
     possible: tuple[float, float] = (-math.inf, math.inf),
+    design: Design = USUAL,
 ) -> Iterator[Sequence[Any]]:
     """Draw the lines of panels and a legend below, and yield the axes of the panels.
 
     If all x are integers (rounds), the ticks are at integers.
     """
     names = list(dict.fromkeys(name for series in panels for name in series))
-    chosen = looks(names, methods)
+    chosen = coloured(looks(names, methods), methods, design)
+    width = design.width or WIDTH
     columns = min(MOST_COLUMNS, max(1, len(panels)))
     rows = max(1, math.ceil(len(panels) / columns))
-    in_legend = max(1, min(len(names), int(WIDTH / (0.6 + 0.07 * max(map(len, names), default=0)))))
+    in_legend = max(1, min(len(names), int(width / (0.6 + 0.07 * max(map(len, names), default=0)))))
     height = (4.0 if rows == 1 else 3.0 * rows) + (0.18 * math.ceil(len(names) / in_legend) if len(names) > 1 else 0.0)
-    with picture(path, (WIDTH, height)) as figure:
+    with picture(path, (width, design.height or height), style=design.style) as figure:
         drawn = {}
         grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share).ravel()
         axes, empty = grid[: len(panels)], grid[len(panels) :]
         for axis in empty:
             axis.set_axis_off()
         for axis, series in zip(axes, panels, strict=True):
-            for name, (x, y, *band) in series.items():
-                for width in band:
-                    low, high = np.clip([np.subtract(y, width), np.add(y, width)], *possible)
-                    axis.fill_between(x, low, high, color=chosen[name].colour, alpha=0.15, linewidth=0)
-                drawn[name] = _line(axis, x, y, chosen[name], names.index(name) / len(names))
-            if all(isinstance(value, int) for x, *_ in series.values() for value in x):
-                axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-            axis.grid(color="0.9", linewidth=0.8)
-            axis.set_axisbelow(True)
-            axis.margins(x=0.02)
+            drawn |= draw(axis, series, chosen, possible=possible, styled=design.style is not None)
         if len(names) > 1:
             shown = [drawn[name] for name in names]
             figure.legend(
                 shown, names, loc="outside lower center", ncols=in_legend, frameon=False, fontsize=8, handlelength=3.2
             )
-        else:
-            figure.suptitle("".join(names), fontsize=10)
+        if design.title or len(names) == 1:
+            figure.suptitle(design.title or names[0], fontsize=10)
         yield axes
+
+
+def draw(
+    axis: Any,
+    series: Series,
+    chosen: Mapping[str, Look],
+    *,
+    possible: tuple[float, float] = (-math.inf, math.inf),
+    styled: bool = False,
+) -> dict[str, Any]:
+    """Draw lines with bands into Matplotlib axes, and return the artist of each line.
+
+    If all x are integers (rounds), the ticks are at integers.
+
+    Args:
+      axis: the axes.
+      series: the lines.
+      chosen: the look of each line; their order decides where markers are.
+      possible: lowest and highest possible value of y. Bands end there.
+      styled: whether the grid and the margins are those of the user's style.
+    """
+    names, drawn = list(chosen), {}
+    for name, (x, y, *band) in series.items():
+        for width in band:
+            low, high = np.clip([np.subtract(y, width), np.add(y, width)], *possible)
+            axis.fill_between(x, low, high, color=chosen[name].colour, alpha=0.15, linewidth=0)
+        drawn[name] = _line(axis, x, y, chosen[name], names.index(name) / len(names))
+    if all(isinstance(value, int) for x, *_ in series.values() for value in x):
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    if not styled:
+        axis.grid(color="0.9", linewidth=0.8)
+        axis.margins(x=0.02)
+    axis.set_axisbelow(True)
+    return drawn
+
+
+def coloured(chosen: Mapping[str, Look], methods: Mapping[str, str] | None, design: Design) -> dict[str, Look]:
+    """The looks with the colours of a design: by the name of a line, or by its method."""
+    colour = lambda name: design.colours.get(name) or design.colours.get((methods or {}).get(name, ""))
+    return {name: look._replace(colour=colour(name) or look.colour) for name, look in chosen.items()}
 
 
 def _line(axis: Any, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray, look: Look, shift: float) -> Any:

@@ -1,6 +1,7 @@
 """Colours, strokes and markers of lines. A method has the same colour and marker in all plots."""
 
 import collections
+import itertools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -27,7 +28,8 @@ METHODS = (
     "kgt", "diloco", "hierfavg", "ifca", "fedala", "fedrod", "ties",
     "taskarithmetic",
 )  # fmt: skip
-_OTHERS = 72  # the first look of methods that are not listed; there are 12 of them
+_PAIRS = len(COLOURS) * len(MARKERS)
+_OTHERS = 72  # the first look of methods that are not listed; those before `_PAIRS` are tried first
 
 
 class Look(NamedTuple):
@@ -39,13 +41,14 @@ class Look(NamedTuple):
 
 
 def look(number: int, *, variant: int = 0, variants: int = 1) -> Look:
-    """The look of a number. Pairs of colour and marker repeat after 84 numbers.
+    """The look of a number. Pairs of colour and marker repeat after 84 numbers, then with another stroke.
 
     The variants of a number have shades of its colour, which become lighter, and different strokes.
     """
-    stroke = STROKES[(number // len(COLOURS) + variant) % len(STROKES)]
+    lap = number // _PAIRS
+    stroke = STROKES[(number // len(COLOURS) + lap + variant) % len(STROKES)]
     colour = _lighter(COLOURS[number % len(COLOURS)], LIGHTEST * variant / max(1, variants - 1))
-    return Look(colour, stroke, MARKERS[(number + variant // len(STROKES)) % len(MARKERS)])
+    return Look(colour, stroke, MARKERS[(number + lap + variant // len(STROKES)) % len(MARKERS)])
 
 
 def _lighter(colour: str, share: float) -> str:
@@ -56,7 +59,7 @@ def _lighter(colour: str, share: float) -> str:
 
 def number_of(method: str) -> int:
     """The number of a method's look. For a method that is not listed, a hash of its name decides."""
-    return METHODS.index(method) if method in METHODS else _OTHERS + zlib.crc32(method.encode()) % (84 - _OTHERS)
+    return METHODS.index(method) if method in METHODS else _OTHERS + zlib.crc32(method.encode()) % (_PAIRS - _OTHERS)
 
 
 def looks(names: Iterable[str], methods: Mapping[str, str] | None = None) -> dict[str, Look]:
@@ -92,11 +95,10 @@ def _neutral(variant: int) -> Look:
 
 
 def _numbers(methods: Sequence[str]) -> dict[str, int]:
-    """The numbers of some methods. If methods that are not listed collide, the later one takes the next number."""
+    """The numbers of some methods. If methods that are not listed collide, the later one takes the next free number."""
     numbers: dict[str, int] = {}
     for method in dict.fromkeys(methods):
-        number = number_of(method)
-        while number in numbers.values():
-            number = _OTHERS + (number + 1 - _OTHERS) % (84 - _OTHERS)
-        numbers[method] = number
+        own = number_of(method)
+        free = itertools.chain([own], range(own + 1, _PAIRS), range(_OTHERS, own), itertools.count(_PAIRS))
+        numbers[method] = next(number for number in free if number not in numbers.values())
     return numbers

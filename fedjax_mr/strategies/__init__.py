@@ -193,7 +193,7 @@ _OURS: dict[str, dict[str, Row]] = {
         for name, row in {
             "dpsgd": Row(dpsgd.build, dpsgd.Hyper, "Lian et al., NeurIPS 2017", title="D-PSGD"),
             "gossipmr": Row(gossipmr.build, gossipmr.Hyper, "ours; FedMR: Hu et al., KDD 2024", title="Gossip-MR"),
-            "kgt": Row(kgt.build, kgt.Hyper, "Liu et al., Optimization Methods and Software 2024", title="K-GT"),
+            "kgt": Row(kgt.build, kgt.Hyper, "Liu et al., Optim. Methods Softw. 2024", title="K-GT"),
         }.items()
     },
     "drift": {

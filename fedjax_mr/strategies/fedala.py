@@ -49,7 +49,7 @@ class Hyper:
     threshold: float = field(
         0.1, "standard deviation of the losses of ten epochs that ends the first training of W", low=0, source="code"
     )
-    most_epochs: int = field(100, "longest first training of W", unit="epochs", low=1)
+    most_epochs: int = field(100, "longest first training of W", unit="epochs", low=1, source="our choice")
 
 
 class Memory(NamedTuple):

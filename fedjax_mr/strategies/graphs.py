@@ -168,8 +168,8 @@ class Hyper:
         path=True,
         source="Lian et al. 2017",
     )
-    degree: int = field(4, "neighbours of each client in graph=regular", low=2, high=1000)
-    graph_seed: int = field(0, "seed of the random numbers of a graph", low=0)
+    degree: int = field(4, "neighbours of each client in graph=regular", low=2, high=1000, source="our choice")
+    graph_seed: int = field(0, "seed of the random numbers of a graph", low=0, source="our choice")
 
 
 class Graph(NamedTuple):

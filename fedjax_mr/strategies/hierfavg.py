@@ -35,7 +35,7 @@ from fedjax_mr.strategies.traffic import Parcels
 class Hyper:
     """Hyper-parameters of HierFAVG."""
 
-    edges: int = field(2, "E, number of edge servers", low=1, high=1000)
+    edges: int = field(2, "E, number of edge servers", low=1, high=1000, source="our choice")
     period: int = field(
         2, "kappa_2, the cloud works in every period-th round", unit="rounds", low=1, source="Liu et al. 2020"
     )

@@ -6,7 +6,7 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from fedjax_mr.analysis import curves, groups, runs
+from fedjax_mr.analysis import groups, learning, runs
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.config import Config
@@ -30,7 +30,7 @@ def root(tmp_path):
 
 
 def test_mean_and_deviation_at_the_rounds_of_all_seeds(root):
-    panels, methods, *_ = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
+    panels, methods, *_ = learning.curves(groups.find([root]), column="accuracy", panels="alpha")
     assert set(panels) == {"Dirichlet(0.1)", "Dirichlet(0.5)"}
     assert methods == {"FedMR (n = 2)": "fedmr", "FedAvg (n = 1)": "fedavg"}
     rounds, means, deviations = panels["Dirichlet(0.1)"]["FedMR (n = 2)"]
@@ -48,7 +48,7 @@ def test_several_columns_are_lines_of_the_runs_that_have_them(root):
             path = run.path / "metrics.jsonl"
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             path.write_text("".join(json.dumps(row | {"model_3_accuracy": row["accuracy"] / 2}) + "\n" for row in rows))
-    panels, methods, *_ = curves.curves(groups.find([root]), column="accuracy,model_3_accuracy", panels="alpha")
+    panels, methods, *_ = learning.curves(groups.find([root]), column="accuracy,model_3_accuracy", panels="alpha")
     single = "FedMR, model 3 accuracy (n = 2)"
     assert set(panels["Dirichlet(0.1)"]) == {"FedMR (n = 2)", single, "FedAvg (n = 1)"} and methods[single] == "fedmr"
     assert panels["Dirichlet(0.1)"][single][1] == pytest.approx([0.1, 0.1])
@@ -64,10 +64,10 @@ def test_over_simulated_time_and_bytes(root, tmp_path, capsys):
         ]
         (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ours = [run for run in groups.find([root]) if run.config.strategy == "fedmr"]
-    drawn = curves.curves(ours, column="accuracy", panels="alpha", x="clock")
+    drawn = learning.curves(ours, column="accuracy", panels="alpha", x="clock")
     hours, means, _ = drawn.panels["Dirichlet(0.1)"]["FedMR (n = 2)"]
     assert (hours, means) == ([7.5, 15.0], [0.05, 0.1]) and drawn.x_label == "simulated hours"
-    drawn = curves.curves(ours, column="accuracy", panels="alpha", x="bytes")
+    drawn = learning.curves(ours, column="accuracy", panels="alpha", x="bytes")
     assert drawn.panels["Dirichlet(0.1)"]["FedMR (n = 2)"][0] == pytest.approx([10.000001, 20.000001])
     assert drawn.x_label == "sent (MB)"
     assert main(["curves", str(root), "--x=clock", f"--out={tmp_path / 'none'}"]) == 2
@@ -76,7 +76,7 @@ def test_over_simulated_time_and_bytes(root, tmp_path, capsys):
 
 
 def test_without_panels_the_settings_name_the_curves(root):
-    (series,) = curves.curves(groups.find([root]), column="accuracy")[0].values()
+    (series,) = learning.curves(groups.find([root]), column="accuracy")[0].values()
     assert set(series) == {
         f"{name}, Dirichlet({alpha}) (n = {count})" for name, count in (("FedAvg", 1), ("FedMR", 2))
         for alpha in (0.1, 0.5)
@@ -90,8 +90,8 @@ def test_a_seed_that_diverged_is_marked_and_is_not_part_of_the_mean(root, tmp_pa
             (run.path / "diverged.txt").write_text("diverged\n")
         if run.config.strategy == "fedavg":
             (run.path / "diverged.txt").write_text("diverged\n")
-    drawn = curves.curves(groups.find([root]), column="accuracy", panels="alpha")
-    mr, avg = f"FedMR (n = 1 to 2; {curves.CROSS} 1 diverged)", f"FedAvg ({curves.CROSS} 2 diverged)"
+    drawn = learning.curves(groups.find([root]), column="accuracy", panels="alpha")
+    mr, avg = f"FedMR (n = 1 to 2; {learning.CROSS} 1 diverged)", f"FedAvg ({learning.CROSS} 2 diverged)"
     assert drawn.panels["Dirichlet(0.1)"][mr] == ([5, 10, 15], pytest.approx([0.1, 0.2, 0.6]))
     assert drawn.panels["Dirichlet(0.1)"][avg][0] == [5, 10, 15]  # all seeds: what there is
     assert drawn.crosses["Dirichlet(0.1)"] == {mr: ([10], [0.2]), avg: ([15], [pytest.approx(0.7)])}
@@ -104,7 +104,7 @@ def test_a_seed_that_diverged_is_marked_and_is_not_part_of_the_mean(root, tmp_pa
     assert main(["curves", str(root), "--panels=alpha", f"--out={tmp_path}"]) == 0
     crosses = [line for line in seen[0].axes[0].get_lines() if line.get_marker() == "x"]
     assert sorted(map(tuple, (line.get_xydata().ravel() for line in crosses))) == [(10, 0.2), (15, pytest.approx(0.7))]
-    assert f"FedMR (n = 1 to 2; {curves.CROSS} 2 diverged)" in [
+    assert f"FedMR (n = 1 to 2; {learning.CROSS} 2 diverged)" in [
         text.get_text() for text in seen[0].legends[0].get_texts()
     ]
 
@@ -127,7 +127,7 @@ def test_a_setting_of_a_strategy_divides_only_its_own_runs(root):
     folder.mkdir()
     configuration.save(dataclasses.replace(config, seed=0), folder)
     (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
-    (series,) = curves.curves(groups.find([root]), column="accuracy")[0].values()
+    (series,) = learning.curves(groups.find([root]), column="accuracy")[0].values()
     assert series["FedMR, Dirichlet(0.1), unit = layer (n = 1)"] == ([5], [0.25])
 
 
@@ -138,7 +138,7 @@ def test_a_division_is_a_panel(root):
         folder.mkdir()
         configuration.save(config, folder)
         (folder / "metrics.jsonl").write_text('{"round": 5, "accuracy": 0.25}\n')
-    panels, *_ = curves.curves(groups.find([root]), column="accuracy", panels="partition,alpha")
+    panels, *_ = learning.curves(groups.find([root]), column="accuracy", panels="partition,alpha")
     assert list(panels) == ["Dirichlet(0.1)", "Dirichlet(0.5)", "IID"]
     assert panels["IID"] == {"FedAvg (n = 1)": ([5], [0.25])}  # one setting and seed twice counts once
 

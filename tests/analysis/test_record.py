@@ -4,8 +4,8 @@ import importlib
 from pathlib import Path
 
 import pytest
-import scipy.stats
 
+from fedjax_mr.analysis.paired import difference
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
@@ -65,31 +65,6 @@ def cell(own, *published):
     return comparisons.Comparison("FedMR", "CIFAR-10", "IID", by_seed, [], list(published))
 
 
-def test_seeds_are_paired():
-    """Only common seeds count; the interval of 4, 5, 6 is 5 -+ 4.303 / sqrt(3), Student's quantile of two degrees."""
-    better, worse = {"0": 54.0, "1": 65.0, "2": 46.0, "7": 0.0}, {"0": 50.0, "1": 60.0, "2": 40.0, "8": 99.0}
-    found = claims.difference(better, worse)
-    assert found is not None and (found.count, found.mean) == (3, 5.0)
-    assert found.interval == pytest.approx((5 - 4.302653 / 3**0.5, 5 + 4.302653 / 3**0.5))
-    assert found.p_better() == pytest.approx(scipy.stats.ttest_rel([54, 65, 46], [50, 60, 40]).pvalue)
-    assert str(found) == "+5.0 [+2.5, +7.5], n = 3"
-    assert claims.difference({"0": 1.0}, {"1": 1.0}) is None
-
-
-def test_being_level_is_tested_from_both_sides():
-    values = [0.4, 1.0, 0.1, 0.6]
-    found = claims.difference({str(seed): value for seed, value in enumerate(values)}, dict.fromkeys("0123", 0.0))
-    test = scipy.stats.ttest_1samp
-    sides = [test(values, 1.5, alternative="less").pvalue, test(values, -1.5, alternative="greater").pvalue]
-    assert found is not None and found.p_level() == pytest.approx(max(sides))
-
-
-def test_holm():
-    """The example of R's p.adjust: 0.01, 0.02, 0.03 times 3, 2, 1, never falling; no test is no comparison."""
-    assert claims.holm([0.03, None, 0.01, 0.02]) == pytest.approx([0.04, None, 0.03, 0.04])
-    assert claims.holm([0.6, 0.5]) == [1.0, 1.0] and claims.holm([]) == []
-
-
 @pytest.mark.parametrize(
     ("differences", "better", "level"),
     [
@@ -105,7 +80,7 @@ def test_holm():
 )
 def test_verdicts(differences, better, level):
     own = {str(seed): value for seed, value in enumerate(differences)}
-    found = claims.difference(own, dict.fromkeys(own, 0.0))
+    found = difference(own, dict.fromkeys(own, 0.0))
     assert found is not None
     assert claims.verdicts([(found, False)]) == [better]
     assert claims.verdicts([(found, True)]) == [level]
@@ -113,7 +88,7 @@ def test_verdicts(differences, better, level):
 
 def test_more_comparisons_make_a_verdict_harder():
     own, none = {"0": 4.0, "1": 5.0, "2": 6.0}, dict.fromkeys("012", 0.0)
-    found, one = claims.difference(own, none), claims.difference({"0": 4.0}, none)
+    found, one = difference(own, none), difference({"0": 4.0}, none)
     assert found is not None and one is not None
     assert claims.verdicts([(found, False), (one, False)])[0] == "holds (p = 0.013)"
     assert claims.verdicts([(found, False)] * 4) == ["not sure (p = 0.052)"] * 4

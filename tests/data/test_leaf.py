@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import data
+from fedjax_mr.data import tokens
 from fedjax_mr.data.sources import leaf
 from fedjax_mr.errors import UserError
 
@@ -96,13 +97,34 @@ def test_min_samples_counts_training_and_test(write_leaf, handwriting):
 
 def test_shakespeare_as_a_language_model(shakespeare_folder):
     labels = data.load("shakespeare", data_dir=str(shakespeare_folder))
-    tokens = data.load("shakespeare", data_dir=str(shakespeare_folder), task="language")
-    assert (tokens.task.name, tokens.task.width, tokens.y.shape) == ("language", 80, labels.x.shape)
-    for x, y, label in ((tokens.x, tokens.y, labels.y), (tokens.test_x, tokens.test_y, labels.test_y)):
+    found = data.load("shakespeare", data_dir=str(shakespeare_folder), task="language")
+    assert (found.task.name, found.task.width, found.y.shape) == ("language", 80, labels.x.shape)
+    for x, y, label in ((found.x, found.y, labels.y), (found.test_x, found.test_y, labels.test_y)):
         np.testing.assert_array_equal(y[:, :-1], x[:, 1:])
         np.testing.assert_array_equal(y[:, -1], label)
     with pytest.raises(UserError, match="shakespeare has targets for classification, not for task=regression"):
         data.load("shakespeare", data_dir=str(shakespeare_folder), task="regression")
+
+
+def test_a_tokenizer_reads_the_texts_of_which_the_samples_are_windows(write_leaf):
+    said = {"a": "To be, or not to be. " * 5, "b": "The rest is silence! " * 5}
+
+    def windows(user, part, count):
+        text = said[user][:: 1 if part == "train" else -1]
+        return {"x": [text[i : i + 80] for i in range(count)], "y": [text[i + 80] for i in range(count)]}
+
+    folder = str(write_leaf({"a": (9, 2), "b": (20, 4)}, windows))
+    load = functools.partial(data.load, "shakespeare", data_dir=folder, text_length=32)
+    dataset = load(task="language", tokenizer=tokens.BYTES)
+    assert (dataset.x.shape, dataset.num_classes, dataset.client.tolist()) == ((7, 32), 257, [0, 0, 0, 1, 1, 1, 1])
+    for client, (user, count) in enumerate((("a", 9), ("b", 20))):
+        mine = dataset.client == client
+        spoken = dataset.y[mine][dataset.y[mine] != -1]
+        assert tokens.decode(dataset.x[mine][0, :1], tokens.BYTES) == said[user][0]
+        assert tokens.decode(spoken, tokens.BYTES) == said[user][1 : 80 + count]
+    for refused in ({}, {"task": "language"}, {"tokenizer": tokens.BYTES}):
+        with pytest.raises(UserError, match="text_length= of shakespeare needs task='language' and a tokenizer"):
+            load(**refused)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("femnist", "handwriting"), ("shakespeare", "lines")])

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from fedjax_mr import data, untrusted
-from fedjax_mr.data import tokens
+from fedjax_mr.data import chat, tokens
 from fedjax_mr.data.__main__ import main
 from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.sources import text
 from fedjax_mr.errors import UserError
+from fedjax_mr.testing import llama_files
 
 RATED = {  # by domain: id, mean rating, text
     "tweets": [(f"{i}", 1.5 - i, f"RT @anonymous tweet &amp; {i}") for i in range(4)],
@@ -354,6 +355,9 @@ class Encoder:
     def __init__(self, ids):
         self.ids = ids
 
+    def enable_truncation(self, length):
+        pass
+
     def encode_batch(self, texts):
         if not self.ids:
             raise Exception("a panic\nin Rust")  # as tokenizers does
@@ -368,7 +372,74 @@ class Encoder:
     [([], "cannot number these texts (a panic in Rust)"), ([1, 2**40], "token 1099511627776 is outside")],
 )
 def test_a_tokenizer_that_fails_or_numbers_beyond_its_vocabulary_is_one_line(ids, part, monkeypatch):
-    monkeypatch.setattr(tokens, "_tokenizer", lambda folder, length: Encoder(ids))
+    monkeypatch.setattr(tokens, "opened", lambda tokenizer: Encoder(ids))
     with pytest.raises(UserError) as caught:
         tokens.encode(["a"], tokenizer="folder")
     assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- Language models
+
+
+def test_tokens_of_bytes_are_turned_back():
+    x, vocabulary = tokens.encode(["né", "a"], length=4, tokenizer=tokens.BYTES)
+    assert (x.tolist(), vocabulary) == ([[111, 196, 170, 0], [98, 0, 0, 0]], 257)
+    assert tokens.decode(x[0], tokens.BYTES) == "né"
+    assert tokens.decode(x[0, :2], tokens.BYTES) == "n\ufffd"
+    with pytest.raises(UserError, match="hashes of words cannot be turned back into words"):
+        tokens.decode(x[0], None)
+
+
+def test_joined_texts_lose_and_pad_nothing_but_the_end(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    lines = [{"text": text, "client": who} for text, who in (("abc", "x"), ("q", "y"), ("de", "x"), ("r", "y"))]
+    write(path, [*lines, {"text": "zz", "client": "y", "split": "test"}])
+    read = data.load(str(path), task="language", text_length=3, join_texts=True, tokenizer=tokens.BYTES)
+    texts = [tokens.decode(row, tokens.BYTES) for row in read.x]
+    assert texts == ["abc", "\nde", "q\nr"]
+    targets = [tokens.decode(row, tokens.BYTES) for row in read.y]
+    assert targets == ["bc\n", "de", "\nr"]
+    assert (read.y == -1).sum() == 2 and read.client.tolist() == [0, 0, 1]
+    with pytest.raises(UserError, match="prompts and joined texts need task='language'"):
+        data.from_texts(["a"], [0], join=True)
+
+
+def test_only_answers_are_targets(tmp_path):
+    rows = [{"prompt": "2+2?", "response": "4", "client": "x"}, {"prompt": "b", "response": "cd", "client": "y"}] * 5
+    path = write(tmp_path / "mine.jsonl", rows)
+    read = data.load(path, task="language", text_length=6, tokenizer=tokens.BYTES)
+    pairs = {(tokens.decode(x, tokens.BYTES), tuple(y.tolist())) for x, y in zip(read.x, read.y, strict=True)}
+    c, d, four = (1 + ord(letter) for letter in "cd4")
+    assert pairs == {("2+2?\n4", (-1,) * 4 + (four, -1)), ("b\ncd", (-1, c, d, -1, -1, -1))}
+    with pytest.raises(UserError, match="a prompt of 5 tokens leaves no room for its answer: set text_length= above 5"):
+        data.load(path, task="language", text_length=4, tokenizer=tokens.BYTES)
+    with pytest.raises(UserError, match="texts with prompts cannot be joined"):
+        data.load(path, task="language", join_texts=True, tokenizer=tokens.BYTES)
+
+
+def test_the_tokenizer_and_the_chat_template_of_gguf(tmp_path):
+    pytest.importorskip("gguf"), pytest.importorskip("tokenizers"), pytest.importorskip("jinja2")
+    path = str(tmp_path / "tiny.gguf")
+    llama_files.write_gguf(tmp_path / "tiny.gguf", {})
+    names, _ = llama_files.tokens_and_merges()
+    rows, vocabulary = tokens.numbered(["and  the 12<|im_end|>", "é"], path)
+    assert vocabulary == llama_files.VOCABULARY
+    assert [names[number] for number in rows[0]] == ["and", "Ġ", "Ġthe", "Ġ", "1", "2", "<|im_end|>"]
+    assert tokens.decode(rows[0], path) == "and  the 12" and tokens.decode(rows[1], path) == "é"
+    assert tokens.special(path) == [0, 0, 1, 2]
+    assert chat.asked(path, "Hi") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    x, asked, _ = tokens.encode_answers(["Hi"], ["the"], length=64, tokenizer=path)
+    assert tokens.decode(x[0, asked[0] :], path) == "the\n"
+    tokens.save(path, tmp_path)  # as others read it
+    assert tokens.numbered(["and  the 12<|im_end|>", "é"], str(tmp_path)) == (rows, vocabulary)
+    assert chat.asked(str(tmp_path), "Hi") == chat.asked(path, "Hi")
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for %}", "{{ messages[9].role }}", "{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}"]
+)
+def test_a_damaged_chat_template_is_one_line(template, tmp_path):
+    pytest.importorskip("jinja2")
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with pytest.raises(UserError, match=r"the chat template of .* is damaged \(.*\)$"):
+        chat.asked(str(tmp_path), "Hi")

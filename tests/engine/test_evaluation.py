@@ -22,7 +22,7 @@ def models_and_logits(federation):
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("count", [1, 7, 38])
 def test_evaluation_equals_a_plain_pass(federation, models_and_logits, monkeypatch, devices, count):
-    monkeypatch.setattr(local, "evaluation_batch", lambda: 8)  # several batches per device, the last one padded
+    monkeypatch.setattr(local, "evaluation_batch", lambda model: 8)  # several batches per device, the last one padded
     constants, (models, all_logits) = federation(), models_and_logits
     samples = constants.federation.samples
     samples = samples._replace(x=samples.x[:count], y=samples.y[:count])

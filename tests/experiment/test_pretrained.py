@@ -60,7 +60,7 @@ def test_the_network_starts_from_the_folder():
         (
             {"model": "transformer_tiny", "pretrained": "."},
             "pretrained=. was not written by python -m fedjax_mr.export; of the folders from elsewhere, only those for "
-            "minilm, started are known, not for transformer_tiny",
+            "minilm, llama_tiny, smollm2_135m, started are known, not for transformer_tiny",
         ),
         ({"model": "transformer_tiny", "pretrained": "nowhere"}, "pretrained=nowhere: there is no such folder"),
         ({"model": "started,transformer_tiny"}, "pretrained=folder needs a single network"),
@@ -125,9 +125,11 @@ def test_a_run_starts_from_an_exported_network(tmp_path, equal, monkeypatch):
         for classes in (4, 3)
     }
     equal(start[4], base)
-    assert tokenizer_of(None) is None and tokenizer_of("elsewhere") == "elsewhere" and tokenizer_of(str(folder)) is None
+    of = lambda path, tokenizer=None: tokenizer_of(Config(pretrained=path, tokenizer=tokenizer))
+    assert of(None) is None and of("elsewhere") == "elsewhere" and of(str(folder)) is None
+    assert of(None, "bytes") == of("elsewhere", "bytes") == "bytes"
     (folder / "tokenizer.json").touch()
-    assert tokenizer_of(str(folder)) == str(folder)
+    assert of(str(folder)) == str(folder)
     new = start[3]["params"].pop("classifier")
     equal(start[3]["params"], {name: base["params"][name] for name in start[3]["params"]})
     assert new["dense"]["kernel"].shape[-1] == 3

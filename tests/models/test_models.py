@@ -58,6 +58,8 @@ SIZES = [
     ("vit_tiny_patch8", CIFAR, 10, 2_009_994),
     ("transformer_tiny", TEXT, 80, 302_160),
     ("minilm", (48,), 2, 22_566_146),
+    ("llama_tiny", TEXT, 257, 257 * 64 + 2 * (64 * (2 + 64 + 32 + 32 + 64) + 3 * 64 * 128) + 64),
+    ("smollm2_135m", TEXT, 49_152, 134_515_008),
     ("unet", GREY, 2, 118_322),
     ("gru", (50, 6), 7, 3 * 64 * (6 + 64 + 2) + 65 * 7),
     ("lstm_numbers", (50, 6), 7, 4 * 64 * (6 + 64 + 2) + 65 * 7),
@@ -106,7 +108,7 @@ def test_mcmahan_s_network_without_padding():
 
 OF_EACH_FAMILY = (
     "logistic", "lenet5", "cnn2", "resnet20", "vgg_femnist", "pfedhr_m3", "lstm1", "vit_tiny", "unet", "gru",
-    "mlp_table",
+    "mlp_table", "llama_tiny",
 )  # fmt: skip
 
 
@@ -117,7 +119,7 @@ def test_layers_hold_every_leaf_once_and_the_head_comes_last(name):
     model = make(name)
     leaves = [leaf for layer in model.layers() for leaf in layer.leaves]
     assert sorted(leaves) == list(range(len(jax.tree.leaves(model.shapes()))))
-    assert model.layers()[-1].name == "classifier/dense"
+    assert model.layers()[-1].name == ("norm" if getattr(model.module, "tied", False) else "classifier/dense")
 
 
 def test_forward_order_of_the_residual_network():

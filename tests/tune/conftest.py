@@ -10,7 +10,7 @@ from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import MANIFEST
 from fedjax_mr.experiment.folder import COLUMNS
 from fedjax_mr.experiment.rows import line_of, read_rows
-from fedjax_mr.tune import rungs
+from fedjax_mr.sweep import trainer
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def trained(monkeypatch):
                     raise KeyboardInterrupt
             return 0
 
-        monkeypatch.setattr(rungs, "run_all", run_all)
+        monkeypatch.setattr(trainer, "run_all", run_all)
         return asked
 
     return install

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.tune import rungs, studies
+from fedjax_mr.sweep import trainer
+from fedjax_mr.tune import studies
 from fedjax_mr.tune.__main__ import main
 from fedjax_mr.tune.plan import plan
 
@@ -92,7 +93,7 @@ def test_a_trial_that_another_process_trains_is_left_to_it(trained, monkeypatch)
 
     def sleep(seconds):
         assert len(asked) == 11  # all others
-        rungs.run_all(theirs.until(6))
+        trainer.run_all(theirs.until(6))
 
     monkeypatch.setattr(studies.time, "sleep", sleep)
     assert main([*TPE, "--strategies=fedavg"]) == 0

@@ -12,7 +12,7 @@ from fedjax_mr.data import partition_file
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
-from fedjax_mr.tune import rungs
+from fedjax_mr.sweep import trainer
 from fedjax_mr.tune.__main__ import main
 from fedjax_mr.tune.plan import Rung, plan, rungs_of
 
@@ -262,7 +262,7 @@ def test_runs_whose_checkpoints_were_removed_keep_their_scores(trained):
 
 
 def test_a_run_that_fails_stops_the_tuning_with_its_log(monkeypatch, capsys):
-    monkeypatch.setattr(rungs, "run_all", lambda runs, **how: 1)
+    monkeypatch.setattr(trainer, "run_all", lambda runs, **how: 1)
     assert main(BOTH) == 1
     shown = capsys.readouterr().err
     assert "did not finish; see tune/trials/fedavg-lr=" in shown and "run the same command again" in shown
@@ -271,13 +271,13 @@ def test_a_run_that_fails_stops_the_tuning_with_its_log(monkeypatch, capsys):
 def test_a_run_that_another_process_leaves_is_taken_over(trained, monkeypatch):
     """The other one had claimed it when ours tried, so ours ended with code 2."""
     trained()
-    whole, calls = rungs.run_all, []
+    whole, calls = trainer.run_all, []
 
     def run_all(runs, **how):
         calls.append(len(runs))
         return 2 if len(calls) == 1 else whole(runs, **how)
 
-    monkeypatch.setattr(rungs, "run_all", run_all)
+    monkeypatch.setattr(trainer, "run_all", run_all)
     assert main([*TINY, "--strategy=fedavg", "--budget=4", "--eta=1"]) == 0
     assert calls[:2] == [4, 4]
 

@@ -17,6 +17,7 @@ import numpy as np
 from fedjax_mr import untrusted
 from fedjax_mr.data.cache import cached
 from fedjax_mr.data.federated import DataRequest, Dataset
+from fedjax_mr.data.sources.text import TextLength, from_texts
 from fedjax_mr.data.values import ids
 from fedjax_mr.errors import UserError
 from fedjax_mr.tasks import Language
@@ -41,13 +42,18 @@ def femnist(request: DataRequest) -> Dataset:
 def shakespeare(request: DataRequest) -> Dataset:
     """Lines of Shakespeare's plays by role, x int32 [M, 80], y int32 [M], the next character.
 
-    With ``task="language"``, y [M, 80] has the next character at each position.
+    With ``task="language"``, y [M, 80] has the next character at each position. With a tokenizer, too, the samples are
+    the tokens of the lines of each role: x and y int32 [M, T], T = ``text_length``. Each token is one target.
 
     Raises:
       UserError: there is no folder, a file is empty or truncated, or samples are of another kind.
     """
     facts = {"num_classes": len(LETTERS), "vocabulary": len(LETTERS)}
     dataset = _load(request, "./preprocess.sh -s niid --sf 0.2 -k 0 -t sample -tf 0.8", _characters, facts)
+    if request.tokenizer is not None and request.task == Language.name:
+        return _of_roles(dataset, request)
+    if request.settings not in (None, TextLength()):
+        raise UserError("text_length= of shakespeare needs task='language' and a tokenizer: samples are 80 characters")
     if request.task != Language.name:
         return dataset
     y, test_y = (
@@ -55,6 +61,38 @@ def shakespeare(request: DataRequest) -> Dataset:
         for x, label in ((dataset.x, dataset.y), (dataset.test_x, dataset.test_y))
     )
     return dataclasses.replace(dataset, y=y, test_y=test_y, task=Language(width=len(LETTERS)))
+
+
+def _of_roles(dataset: Dataset, request: DataRequest) -> Dataset:
+    """The samples of a tokenizer, from those of characters."""
+    assert dataset.client is not None and dataset.test_client is not None  # LEAF names the role of every sample
+    train = role_texts(dataset.x, dataset.y, dataset.client)
+    test = role_texts(dataset.test_x, dataset.test_y, dataset.test_client)
+    made = from_texts(
+        [text for _, text in train], client=[dataset.client_names[role] for role, _ in train],
+        texts_test=[text for _, text in test], client_test=[dataset.client_names[role] for role, _ in test],
+        task=Language.name, name=dataset.name, tokenizer=request.tokenizer, length=request.settings.text_length,
+        join=True,
+    )  # fmt: skip
+    return made
+
+
+def role_texts(x: np.ndarray, y: np.ndarray, client: np.ndarray) -> list[tuple[int, str]]:
+    """The texts of which LEAF's samples are windows, each with its client.
+
+    Args:
+      x: [M, 80] characters.
+      y: [M] the next character.
+      client: [M] clients in ascending order.
+    """
+    letters = np.array(list(LETTERS))
+    follows = np.zeros(len(x), bool)
+    follows[1:] = (client[1:] == client[:-1]) & (x[1:, :-1] == x[:-1, 1:]).all(axis=1) & (x[1:, -1] == y[:-1])
+    starts = np.flatnonzero(~follows)
+    return [
+        (int(client[first]), "".join(letters[np.concatenate([x[first], y[first:last]])]))
+        for first, last in zip(starts, [*starts[1:], len(x)], strict=True)
+    ]
 
 
 class _Part(NamedTuple):

@@ -18,7 +18,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,9 @@ class TextLength:
     text_length: int = field(
         48, "Tokens of a text. Longer texts are cut, shorter ones padded", unit="tokens", low=1, high=16_384,
         group="Data", compiled="no")  # fmt: skip
+    join_texts: bool = field(
+        False, "Next token: join the texts of each client by line breaks, and cut them into samples of --text_length "
+        "tokens, so that nothing is lost or padded", group="Data", compiled="no")  # fmt: skip
 
 
 def from_texts(
@@ -66,10 +69,13 @@ def from_texts(
     labels_test: Any = None,
     client_test: Sequence[str] | np.ndarray | None = None,
     domain_test: Sequence[str] | np.ndarray | None = None,
+    prompts: Sequence[str] | None = None,
+    prompts_test: Sequence[str] | None = None,
     name: str = "texts",
     num_classes: int | None = None,
     tokenizer: str | None = None,
     length: int = 48,
+    join: bool = False,
 ) -> Dataset:
     """Make a dataset of texts with class labels. Without test texts, 20 % of the texts become the test set.
 
@@ -86,10 +92,14 @@ def from_texts(
       labels_test: their labels.
       client_test: their natural clients.
       domain_test: their domains.
+      prompts: [M] language: what each text answers. Prompts are no targets. They are written in the chat template of
+        the tokenizer, if it has one.
+      prompts_test: those of the test set.
       name: name of the dataset.
       num_classes: C. Default: the largest label plus one.
-      tokenizer: a folder with a tokenizer, see `tokens.encode`. Default: hashed words.
+      tokenizer: see `tokens.encode`. Default: hashed words.
       length: tokens of a text, T.
+      join: language: whether the texts of a client, and of a domain, are joined and cut into samples of T tokens.
 
     Raises:
       UserError: as in `from_arrays` and `tokens.encode`.
@@ -99,40 +109,82 @@ def from_texts(
         raise UserError(f"{name}: texts have targets for classification or language, not {task}")
     if labels is None and not language:
         raise UserError(f"{name}: pass labels, or task='language' to predict the next token")
-    # A language model needs one more token, the target of the last position.
-    encode = functools.partial(tokens.encode, length=length + language, tokenizer=tokenizer)
-    x, vocabulary = encode(texts)
-    x_test = None if texts_test is None else encode(texts_test)[0]
-    targets: Any = labels
-    if language:
-        if not x[:, 1:].any():
-            raise UserError(f"{name}: no text has two tokens, so there is no next token to predict")
-        x, targets = x[:, :-1], _next_tokens(x)
-        x_test, labels_test = (None, None) if x_test is None else (x_test[:, :-1], _next_tokens(x_test))
+    if (prompts is not None or join) and not language:
+        raise UserError(f"{name}: prompts and joined texts need task='language'")
+    if prompts is not None and join:
+        raise UserError(f"{name}: texts with prompts cannot be joined: leave out join (--join_texts)")
+    if labels is not None and not language:
+        x, vocabulary = tokens.encode(texts, length=length, tokenizer=tokenizer)
+        x_test = None if texts_test is None else tokens.encode(texts_test, length=length, tokenizer=tokenizer)[0]
+        dataset = from_arrays(
+            x, labels, client=client, x_test=x_test, y_test=labels_test, client_test=client_test, domain=domain,
+            domain_test=domain_test, name=name, num_classes=num_classes,
+        )  # fmt: skip
+        return dataclasses.replace(dataset, vocabulary=vocabulary)
+    made = functools.partial(_next_tokens, length=length, tokenizer=tokenizer, join=join)
+    (x, y, client, domain), vocabulary = made(texts, prompts, client, domain)
+    test = _Part(*(None,) * 4) if texts_test is None else made(texts_test, prompts_test, client_test, domain_test)[0]
+    if not (y != IGNORED).any():
+        raise UserError(f"{name}: no text has two tokens, so there is no next token to predict")
     dataset = from_arrays(
-        x, targets, task=Language(width=vocabulary) if language else None,
-        client=client, x_test=x_test, y_test=labels_test, client_test=client_test, domain=domain,
-        domain_test=domain_test, name=name, num_classes=None if language else num_classes,
+        x, y, task=Language(width=vocabulary), client=client, x_test=test.x, y_test=test.y, client_test=test.client,
+        domain=domain, domain_test=test.domain, name=name,
     )  # fmt: skip
     return dataclasses.replace(dataset, vocabulary=vocabulary)
 
 
-def _next_tokens(x: np.ndarray) -> np.ndarray:
-    """The token after each position but the last one [M, T], `IGNORED` where the text has ended."""
-    return np.where(x[:, 1:] == 0, IGNORED, x[:, 1:]).astype(np.int32)
+class _Part(NamedTuple):
+    """Samples x [M, T] with the token after each position y [M, T], and their clients and domains [M], if any."""
+
+    x: Any
+    y: Any
+    client: Any
+    domain: Any
+
+
+def _next_tokens(
+    texts: Sequence[str], prompts: Any, client: Any, domain: Any, *, length: int, tokenizer: str | None, join: bool
+) -> tuple[_Part, int]:
+    """The samples of texts for language models, and the number of tokens. A sample needs one token more than T."""
+    options: dict[str, Any] = {"length": length + 1, "tokenizer": tokenizer}
+    if prompts is not None:
+        x, asked, vocabulary = tokens.encode_answers(prompts, texts, **options)
+        return _Part(x[:, :-1], next_tokens(x, asked), client, domain), vocabulary
+    if not join:
+        x, vocabulary = tokens.encode(texts, **options)
+        return _Part(x[:, :-1], next_tokens(x), client, domain), vocabulary
+    of_each = [None] * len(texts)
+    owners = list(zip(of_each if client is None else client, of_each if domain is None else domain, strict=True))
+    x, owners, vocabulary = tokens.encode_joined(texts, owners, **options)
+    clients, domains = (np.array(each) for each in zip(*owners, strict=True))
+    kept = (None if client is None else clients, None if domain is None else domains)
+    return _Part(x[:, :-1], next_tokens(x), *kept), vocabulary
+
+
+def next_tokens(x: np.ndarray, asked: np.ndarray | None = None) -> np.ndarray:
+    """The token after each position but the last one [M, T]: `IGNORED` where the text has ended, or in its prompt.
+
+    Args:
+      x: [M, T + 1].
+      asked: [M] number of tokens of the prompt.
+    """
+    known = x[:, 1:] != 0
+    if asked is not None:
+        known &= np.arange(1, x.shape[1])[None] >= asked[:, None]
+    return np.where(known, x[:, 1:], IGNORED).astype(np.int32)
 
 
 def cached_texts(
     name: str, request: DataRequest, sources: Sequence[Path], read: Callable[[], dict[str, Any]]
 ) -> Dataset:
     """The dataset of the arguments of `from_texts` that ``read`` returns."""
-    length = request.settings.text_length
-    options = {"tokenizer": request.tokenizer, "length": length, "task": request.task}
-    if request.tokenizer is not None and (file := Path(request.tokenizer) / tokens.TOKENIZER).is_file():
-        sources = [*sources, file]
-    unit = "words" if request.tokenizer is None else "tokens"
+    length, join = request.settings.text_length, request.settings.join_texts
+    options = {"tokenizer": request.tokenizer, "length": length, "task": request.task, "join": join}
+    unit = {None: "words", tokens.BYTES: tokens.BYTES}.get(request.tokenizer, "tokens")
     kind = f"text{FORMAT}-{name}-{length}-{unit}"
     kind += "" if request.task in (None, Classification.name) else f"-{request.task}"
+    kind += "-joined" if join else ""
+    sources = [*sources, *tokens.source_of(request.tokenizer)]
 
     return cached_dataset(kind, sources, lambda: from_texts(**read(), **options, name=name))
 
@@ -230,7 +282,8 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 def load_file(request: DataRequest) -> Dataset:
     """Read a file of JSON Lines: text, label, and optionally client, domain and split (train or test; default: train).
 
-    The rows of the test set may lack client. Language models need no label.
+    The rows of the test set may lack client. Language models need no label. For them, each line may have a prompt and a
+    response in place of a text.
 
     Raises:
       UserError: the file is missing or damaged, a line lacks a value, or no line is a training sample.
@@ -250,9 +303,12 @@ def load_file(request: DataRequest) -> Dataset:
         if not parts["train"]:
             raise UserError(f"{path}: every line has split test, and none is a training sample")
 
+        answers = request.task == Language.name and "text" not in parts["train"][0]
+        content = ("prompt", "response") if answers else ("text",)
+
         def columns(rows: list[dict[str, Any]]) -> dict[str, list]:
             optional = [each for each in ("client", "domain") if any(each in row for row in rows)]
-            kinds = {"text": str} | labels(request, int) | dict.fromkeys(optional, object)
+            kinds = dict.fromkeys(content, str) | labels(request, int) | dict.fromkeys(optional, object)
             return {each: [_value(path, row, each, kind) for row in rows] for each, kind in kinds.items()}
 
         return arguments(path, columns(parts["train"]), columns(parts["test"]), ARGUMENTS)
@@ -265,7 +321,7 @@ def labels(request: DataRequest, kind: Any = None) -> dict[str, Any]:
     return {} if request.task == Language.name else {"label": kind}
 
 
-ARGUMENTS = {"text": "texts", "label": "labels"}
+ARGUMENTS = {"text": "texts", "label": "labels", "response": "texts", "prompt": "prompts"}
 
 
 def arguments(path: Path, train: dict[str, Any], test: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""Tokens per second and memory of LoRA over one frozen language model: this engine, and PyTorch with peft.
+
+    python experiments/lab/language.py speed --weights=FILE.gguf [--clients=1] [--batch=4] [--length=64] [--repeats=3]
+    python experiments/lab/language.py memory --weights=FILE.gguf [--clients=8] [--batch=1] [--length=32]
+
+SmolLM2-135M in float32, LoRA of rank 8 on attention and perceptron, Adam, synthetic tokens without padding, and
+``--steps`` batches per client. ``ours`` is a round of K clients in one program as users run it (FedAvg), ``peft`` a
+plain loop over the batches of the same clients, one after another, in transformers with peft, with the weights of the
+same file. The two take turns in one process, and medians are printed. ``memory`` runs ours alone and prints the peak
+memory of the process. ``--network=llama_tiny`` without ``--weights`` has random weights, and no opponent.
+
+It needs transformers and peft for ``speed``, best in a separate environment:
+
+    pip install -c constraints.txt -e '.[parity,text]' transformers peft
+"""
+
+import argparse
+import resource
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import fedjax_mr as fmr
+from benchmark import Contestant, take_turns
+from fedjax_mr import trees
+from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.tasks import Language, with_metrics
+
+RANK, LR, VOCABULARY = 8, 1e-4, 49_152
+
+
+class Peft:
+    """The opponent: its steps and its timings."""
+
+    def __init__(self, weights: Path, x: np.ndarray, y: np.ndarray, batch: int) -> None:
+        """Read the network and add its adapters."""
+        import torch
+        from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
+        from transformers import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
+
+        self.torch = torch
+        base = LlamaForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=names)
+        self.network: Any = get_peft_model(base, config).train()
+        parameters = [each for each in self.network.parameters() if each.requires_grad]
+        self.trained = sum(each.numel() for each in parameters)
+        self.optimizer = torch.optim.Adam(parameters, lr=LR)
+        self.x, self.y, self.batch = torch.as_tensor(x).long(), torch.as_tensor(y).long(), batch
+        self.times: list[tuple[int, float]] = []  # samples and seconds of each timing
+
+    def race(self) -> None:
+        """Train one epoch and note its samples and seconds."""
+        started = time.perf_counter()
+        for rows in self.torch.randperm(len(self.y)).split(self.batch):
+            logits = self.network(input_ids=self.x[rows]).logits
+            loss = self.torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.y[rows].flatten())
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        self.times.append((len(self.y), time.perf_counter() - started))
+
+
+def contestant(options: argparse.Namespace, x: np.ndarray, y: np.ndarray) -> Contestant:
+    """Our engine with K clients, and its compiled round."""
+    config = fmr.Config(
+        strategy="fedavg", model=options.network, pretrained=options.weights, adapter="lora", lora_rank=RANK,
+        lora_targets="*/kernel", partition="iid", clients=options.clients, cohort=options.clients, local_epochs=1,
+        batch_size=options.batch, optimizer="adam", lr=LR, precision=options.precision,
+        frozen_dtype=options.frozen_dtype, remat=options.remat,
+    )  # fmt: skip
+    task = with_metrics(Language(width=VOCABULARY))
+    dataset = fmr.Dataset("tokens", x, y, x[:1], y[:1], vocabulary=VOCABULARY, task=task)
+    return Contestant("ours", config, dataset=dataset, devices=1, warm_up=1, lanes=options.lanes)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("speed", "memory"))
+    parser.add_argument("--network", default="smollm2_135m")
+    parser.add_argument("--weights")
+    for flag, default in (("--clients", 1), ("--batch", 4), ("--length", 64), ("--steps", 4), ("--repeats", 3)):
+        parser.add_argument(flag, type=int, default=default)
+    parser.add_argument("--lanes", type=int)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", default="float32")
+    parser.add_argument("--frozen_dtype", default="float32")
+    parser.add_argument("--remat", action="store_true")
+    options = parser.parse_args()
+    set_up_jax(devices=1, cohort_size=options.clients)
+    count = options.clients * options.batch * options.steps
+    tokens = np.random.default_rng(0).integers(3, VOCABULARY, (count, options.length + 1)).astype(np.int32)
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    ours = contestant(options, x, y)
+    racers: list[Any] = [ours]
+    if options.what == "speed" and options.weights:
+        opponent = Peft(Path(options.weights), x, y, options.batch)
+        opponent.torch.set_num_threads(options.threads)
+        opponent.race()  # warms up
+        opponent.times.clear()
+        trained = trees.num_bytes(ours.model.init(jax.random.key(0))["params"]) // 4
+        print(f"trained parameters: ours {trained:,}, peft {opponent.trained:,}")
+        racers.append(opponent)
+    take_turns(racers, options.repeats)
+    for racer in racers:
+        rates = [samples * options.length / seconds for samples, seconds in racer.times]
+        print(f"{type(racer).__name__}: {statistics.median(rates):.0f} tokens/s ({min(rates):.0f} to {max(rates):.0f})")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+    print(f"K = {options.clients}, peak memory of the process {peak:.2f} GiB, compiled in {ours.compile_seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
