@@ -47,7 +47,10 @@ class Hyper:
         0.8, "s, share of a client's samples on which W is trained", low=0, high=1, open_low=True, source="the paper"
     )
     threshold: float = field(
-        0.1, "standard deviation of the losses of ten epochs that ends the first training of W", low=0, source="code"
+        0.1,
+        "standard deviation of the losses of ten epochs that ends the first training of W",
+        low=0,
+        source="released code, whose README has 0.01 for the paper",
     )
     most_epochs: int = field(100, "longest first training of W", unit="epochs", low=1, source="our choice")
 
