@@ -9,12 +9,15 @@ and the mean over clients. With a prompt, the base and each run write a text aft
 
 import argparse
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import fedjax_mr as fmr
+from fedjax_mr.analysis import command
+from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.pretrained import tokenizer_of
 from fedjax_mr.experiment.trained import TrainedNetwork
@@ -45,12 +48,14 @@ def merged(network: TrainedNetwork) -> TrainedNetwork:
     return dataclasses.replace(network, model=plain, variables=variables)
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs of one federation")
+    parser.add_argument("--prompt", help="print what each network writes after it")
+
+
+def main(options: argparse.Namespace) -> None:
     """Print the table, and the texts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+")
-    parser.add_argument("--prompt")
-    options = parser.parse_args()
     runs = [fmr.load(folder) for folder in options.runs]
     first = runs[0]
     dataset = federated_data(first.config).dataset
@@ -77,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(interrupts.run(lambda: command.script(sys.modules[__name__])))

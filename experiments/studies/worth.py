@@ -17,11 +17,15 @@ between the methods over different seeds: that of a method with itself says what
 import argparse
 import itertools
 import statistics
+import sys
 from pathlib import Path
 
 import numpy as np
 
 import fedjax_mr as fmr
+from fedjax_mr.analysis import command
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import interrupts
 from fedjax_mr.whatif import WhatIf
 from fedjax_mr.whatif.contributions import rank_correlation
 
@@ -51,7 +55,7 @@ def simulator_of(problem: str, method: str, data_dir: Path | None) -> fmr.Simula
         )
     elif problem == "writers":
         if data_dir is None:
-            raise SystemExit("writers needs --data_dir, the folder with mnist_by_writer.npz")
+            raise UserError("writers needs --data_dir, the folder with mnist_by_writer.npz")
         federated = fmr.data.federate(writers(data_dir), partition="natural", num_clients=0)
     else:
         federated = fmr.data.federate(fmr.data.load("lung"), partition="natural", num_clients=CLIENTS)
@@ -64,14 +68,16 @@ def agreement(one: np.ndarray, two: np.ndarray) -> float:
     return statistics.fmean(rank_correlation(one[i], two[j]) for i, j in itertools.permutations(range(len(SEEDS)), 2))
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("problem", choices=("digits", "writers", "lung"), help="the federation, see above")
+    parser.add_argument("--folder", type=Path, default="worth", help="of the results; a second start continues in it")
+    parser.add_argument("--data_dir", type=Path, help="folder with mnist_by_writer.npz, for writers")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each federation. Default: {ROUNDS}")
+
+
+def main(arguments: argparse.Namespace) -> None:
     """Train what is not in the folder yet, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("problem", choices=("digits", "writers", "lung"))
-    parser.add_argument("--folder", type=Path, required=True, help="of the results; a second start continues")
-    parser.add_argument("--data_dir", type=Path)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    arguments = parser.parse_args()
     results: dict[str, WhatIf] = {}
     for method, coalitions in METHODS.items():
         results[method] = fmr.what_if(
@@ -94,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(interrupts.run(lambda: command.script(sys.modules[__name__])))

@@ -14,18 +14,21 @@ import jax
 import numpy as np
 import pytest
 
+import campaign
 import landscape
 import leakage
 import reassembly
+import roles
 import similarity
 import theorem1
+import worth
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.__main__ import COMMANDS, main
 from fedjax_mr.analysis.command import script
 from fedjax_mr.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-STUDIES = (landscape, leakage, reassembly, similarity, theorem1)
+STUDIES = (campaign, landscape, leakage, reassembly, roles, similarity, theorem1, worth)
 
 
 def fake_run(folder, similarities):
