@@ -37,8 +37,9 @@ def config(lines, folder, **options):
 
 METHODS = ("fedmr", "fedavg", "fedcross", "ditto", "local")
 OTHERS = {
-    "int8": {"compress": "int8"}, "topk": {"compress": "topk"},
-    "private": {"dp_clip": 1.0, "dp_noise": 0.1}, "asynchronous": {"mode": "async"},
+    "int8": {"compress": "int8"}, "topk": {"compress": "topk", "compress_ratio": 0.5},
+    "private": {"strategy": "fedmr", "cohort": 4, "rounds": 6, "dp_clip": 10.0, "dp_noise": 0.001},
+    "asynchronous": {"mode": "async"},
     "bfloat16": {"frozen_dtype": "bfloat16", "precision": "bfloat16", "remat": True},
 }  # fmt: skip
 

@@ -393,7 +393,8 @@ def forward_layers(
     x = jax.ShapeDtypeStruct((1, *input_shape), input_dtype)
 
     def forward(variables: Variables, x: jax.Array) -> Any:
-        whole = parts.joined(frozen or {}, variables)
+        rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), frozen or {})  # values do not matter
+        whole = parts.joined(precision.widened(rest, variables), variables)
         return calls.apply(module, whole, x, train=False, mask=None, method="__call__")
 
     order = [path for path in calls.modules_called(module, forward, shapes, x) if path in leaves]
