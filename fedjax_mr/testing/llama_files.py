@@ -96,7 +96,7 @@ def write_gguf(
         writer.add_tensor(changed, data, raw_dtype=number)
         back = gguf.dequantize(data, number).reshape(tensor.shape)
         if heads:
-            back = back.reshape(heads, -1, 2, back.shape[-1]).swapaxes(1, 2).reshape(tensor.shape)
+            back = back.reshape(heads, len(back) // (2 * heads), 2, -1).swapaxes(1, 2).reshape(tensor.shape)
         stored[name] = back.astype(np.float32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
