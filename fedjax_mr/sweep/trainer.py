@@ -1,4 +1,4 @@
-"""Train runs for a command that needs their results: until all have ended, whoever trains them."""
+"""Train runs for a command that needs their results: until all have ended, in this process or in another one."""
 
 import functools
 import time

@@ -64,7 +64,7 @@ def test_with_one_step_it_is_gradient_tracking(transcription):
             by_hand.check(trees.take(by_hand.progress.server.models, i), model)
 
 
-def test_the_corrections_sum_to_zero_whoever_takes_part(engine):
+def test_the_corrections_sum_to_zero_in_every_cohort(engine):
     one = engine("kgt", "linear", cohort=3)
     progress, _ = one.run(one.init(), 5)
     corrections = jax.tree.leaves(jax.device_get(progress.server.corrections))
