@@ -28,6 +28,7 @@ QUICK_TO_COMPILE = {
     "xla_backend_optimization_level": "0",
     "xla_cpu_use_fusion_emitters": "false",  # in JAX 0.10; later there are no other emitters
     "xla_cpu_parallel_codegen_split_count": "1",
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion",  # a sixth of the time of a small round
 }
 SIZES = (7, 12, 1, 5, 9, 4)  # samples per client: uneven, one client with a single sample
 COHORT, CLASSES, BATCH, EPOCHS = 3, 3, 4, 2

@@ -1,6 +1,7 @@
 """Partitions and links of a user: a file with rows, whose settings are flags, recorded, resumed and compared."""
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -139,15 +140,20 @@ def _file(module):
     return Path(getattr(module, "__file__", None) or "/")
 
 
-def models(*flags):
-    """The arrays of the deployed model before and after one round."""
-    config = configuration.parse([*SMALL, *flags])
-    zero, one = (fmr.run(dataclasses.replace(config, lr=lr), record=False) for lr in (1e-30, config.lr))
-    return np.concatenate([np.ravel(b - a) for a, b in zip(*map(leaves, (zero, one)), strict=True)])
+def change(*flags):
+    """The change of the deployed model's numbers by one round."""
+    return numbers(configuration.parse([*SMALL, *flags])) - start()
 
 
-def leaves(result):
-    return jax.tree.leaves(result.variables["params"])
+@functools.cache
+def start():
+    """The numbers of the model that all runs here start from: a round with steps of almost no length leaves it."""
+    return numbers(configuration.parse([*SMALL, "--lr=1e-30"]))
+
+
+def numbers(config):
+    leaves = jax.tree.leaves(fmr.run(config, record=False).variables["params"])
+    return np.concatenate([np.ravel(leaf) for leaf in leaves])
 
 
 def test_the_settings_of_a_users_rows_are_flags(mine):
@@ -176,9 +182,9 @@ def test_a_users_fleet_and_weight_of_staleness_have_settings(mine):
         clocks.append(fmr.run(config, record=False).rows[-1]["clock"])
     assert clocks[1] == 2 * clocks[0]
     late = [mine, "--fleet=half_slow", "--mode=async", "--cohort=1", "--in_flight=3", "--rounds=4"]
-    ours = models(*late, "--staleness=constant")
-    np.testing.assert_allclose(models(*late, "--staleness=flat", "--flat_of_late=1"), ours, atol=1e-6)
-    assert np.abs(models(*late, "--staleness=flat", "--flat_of_late=0.1") - ours).max() > 1e-3
+    ours = change(*late, "--staleness=constant")
+    np.testing.assert_allclose(change(*late, "--staleness=flat", "--flat_of_late=1"), ours, atol=1e-6)
+    assert np.abs(change(*late, "--staleness=flat", "--flat_of_late=0.1") - ours).max() > 1e-3
 
 
 def test_a_users_rows_have_pages_of_help(mine, capsys):
@@ -189,16 +195,16 @@ def test_a_users_rows_have_pages_of_help(mine, capsys):
 
 def test_a_users_link_changes_what_arrives(mine):
     plain, half, none = (
-        models(mine),
-        models(mine, "--links=shrink"),
-        models(mine, "--links=shrink", "--shrink_factor=0"),
+        change(mine),
+        change(mine, "--links=shrink"),
+        change(mine, "--links=shrink", "--shrink_factor=0"),
     )
     np.testing.assert_allclose(half, plain / 2, atol=1e-6)
     np.testing.assert_allclose(none, 0, atol=1e-7)
 
 
 def test_a_users_server_optimizer_moves_the_model(mine):
-    plain, double = models(mine), models("--server_optimizer=steps", "--server_lr=2")
+    plain, double = change(mine), change("--server_optimizer=steps", "--server_lr=2")
     np.testing.assert_allclose(double, 2 * plain, atol=1e-5)
 
 
@@ -286,9 +292,9 @@ def test_rows_that_change_under_their_name_are_traced_anew(kind, monkeypatch):
         "server optimizer": ["--server_optimizer=own"],
         "staleness": ["--mode=async", "--staleness=own", "--cohort=1", "--in_flight=3", "--rounds=4"],
     }[kind]
-    whole = models(*flags)
+    whole = change(*flags)
     factor = 0.5
     if kind == "staleness":  # which only changes late uploads
-        assert np.abs(models(*flags) - whole).max() > 1e-3
+        assert np.abs(change(*flags) - whole).max() > 1e-3
     else:
-        np.testing.assert_allclose(models(*flags), whole / 2, atol=1e-6)
+        np.testing.assert_allclose(change(*flags), whole / 2, atol=1e-6)

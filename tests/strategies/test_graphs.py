@@ -2,6 +2,7 @@
 
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ def graph(name, count, cohort=None, **settings):
     return graph_of(Hyper(graph=name, **settings), count, count if cohort is None else cohort)
 
 
-def matrix(map, count):
-    """The matrix of a map, by what it does to the rows of the identity."""
-    return np.asarray(trees.mix({"w": jnp.eye(count)}, map)["w"])
+def matrix_of(graph, count):
+    """The matrix of a round's map, by what it does to the rows of the identity: (round, active [N]) -> [N, N]."""
+    mixed = jax.jit(lambda round, active: trees.mix({"w": jnp.eye(count)}, graph.map(round, active))["w"])
+    return lambda round=0, active=None: np.asarray(mixed(round, np.ones(count, bool) if active is None else active))
 
 
 @pytest.mark.parametrize("name, count", ALL)
@@ -28,15 +30,15 @@ def test_rows_and_columns_sum_to_one_and_the_map_is_the_matrix(name, count):
     one = graph(name, count)
     np.testing.assert_allclose(one.weights.sum(axis=1), 1, atol=1e-12)
     np.testing.assert_allclose(one.weights.sum(axis=2), 1, atol=1e-12)
+    matrix = matrix_of(one, count)
     for round in range(len(one.weights) + 1):
-        expected = one.weights[round % len(one.weights)]
-        np.testing.assert_allclose(matrix(one.map(jnp.int32(round), jnp.ones(count, bool)), count), expected, atol=1e-6)
+        np.testing.assert_allclose(matrix(round), one.weights[round % len(one.weights)], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in GRAPHS if name not in ("exponential", "one_peer")])
 def test_clients_that_do_not_take_part_keep_their_models_and_the_mean_stays(name):
     active = np.arange(8) % 3 != 0
-    found = matrix(graph(name, 8, cohort=5).map(jnp.int32(0), jnp.asarray(active)), 8)
+    found = matrix_of(graph(name, 8, cohort=5), 8)(0, active)
     np.testing.assert_allclose(found.sum(axis=0), 1, atol=1e-6)
     np.testing.assert_allclose(found.sum(axis=1), 1, atol=1e-6)
     assert found.min() >= -1e-7
@@ -46,11 +48,11 @@ def test_clients_that_do_not_take_part_keep_their_models_and_the_mean_stays(name
 def test_a_dense_graph_is_one_product_and_a_sparse_one_a_few_sums(monkeypatch):
     kind = lambda: type(graph("ring", 6).map(jnp.int32(0), jnp.ones(6, bool)))
     assert kind() is trees.Neighbours
-    dense = matrix(graph("complete", 6).map(jnp.int32(0), jnp.ones(6, bool)), 6)
+    dense = matrix_of(graph("complete", 6), 6)()
     monkeypatch.setattr(graphs, "MOST_ADDED", 1)
     assert kind() is not trees.Neighbours
-    np.testing.assert_allclose(matrix(graph("ring", 6).map(jnp.int32(0), jnp.ones(6, bool)), 6)[0, 1], 1 / 3, rtol=1e-6)
-    np.testing.assert_allclose(matrix(graph("complete", 6).map(jnp.int32(0), jnp.ones(6, bool)), 6), dense, atol=1e-6)
+    np.testing.assert_allclose(matrix_of(graph("ring", 6), 6)()[0, 1], 1 / 3, rtol=1e-6)
+    np.testing.assert_allclose(matrix_of(graph("complete", 6), 6)(), dense, atol=1e-6)
 
 
 def test_the_contraction_is_that_of_the_literature():
