@@ -64,22 +64,21 @@ def lookup_all(config: Config, published: Iterable[Mapping[str, str]]) -> list[P
       config: configuration of a run.
       published: rows of the papers' tables, as `rows` returns them.
     """
+    if config.server_optimizer != "none" or config.uses_channel:  # no method of these tables has one
+        return []
+    if config.partition_file or config.label_mode != LABEL_MODES.get(config.dataset, "fine"):
+        return []  # the flags of a partition say nothing of a file's
     own = configuration.decisive(config)
     wanted = (DATASETS.get(config.dataset), MODELS.get(config.model), division(config), config.strategy)
     sizes = (config.clients, config.cohort)
 
     def fits(row: Mapping[str, str]) -> bool:
-        if config.server_optimizer != "none" or config.uses_channel:  # no method of these tables has one
-            return False
-        if config.partition_file:  # the flags of a partition say nothing of it
-            return False
-        if config.label_mode != LABEL_MODES.get(config.dataset, "fine"):
+        if (row["dataset"], row["model"], row["heterogeneity"], row["method"].lower()) != wanted:
             return False
         if config.partition != "natural" and PAPERS.get(row["paper"]) != sizes:
             return False
         pairs = (pair.split("=") for pair in row["setting"].split())
-        same = all(str(own.get(f"{config.strategy}_{name}")) == value for name, value in pairs)
-        return same and (row["dataset"], row["model"], row["heterogeneity"], row["method"].lower()) == wanted
+        return all(str(own.get(f"{config.strategy}_{name}")) == value for name, value in pairs)
 
     row_of: dict[str, Mapping[str, str]] = {}
     for row in published:  # the main tables come first; an ablation of the same paper may repeat their values

@@ -5,6 +5,7 @@ quick suite leaves some strategies, and the tests with two devices of most, to t
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.settings import info, numbers_of
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.traffic import usual_traffic
-from fedjax_mr.testing.federations import default_hyper, simulator
+from fedjax_mr.testing.federations import constants, default_hyper, simulator
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 # All quick tests use one federation, so that they share two programs of each strategy. It has BatchNorm, dropout and
@@ -188,29 +189,34 @@ def test_a_checkpoint_continues_bit_for_bit(engine, equal, strategy, tmp_path):
 def test_the_loss_falls_on_an_easy_problem(engine, strategy, federation):
     """The deployed model is tested, because a strategy's own loss may have more terms than the cross-entropy."""
     engine = engine(strategy, **federation)
-    constants = engine.constants
-    problem, samples = constants.problem, constants.federation.samples
-    count = len(samples.y)
+    problem, federated = engine.constants.problem, engine.constants.federation
 
     @jax.jit
-    def loss(progress):
-        """The loss of the deployed model on all samples, or of the personal models on their clients' samples."""
-        if engine.strategy.global_model:
-            model = engine.strategy.global_model(progress.server)
-            return local.evaluate(problem.model, model, samples, jnp.ones(count), batch_size=count).loss
-
+    def personal_loss(progress):
         def on_its_own(client):
-            data = constants.client(client)
+            data = engine.constants.client(client)
             memory = trees.take(progress.memory, client)
             part = part_of(engine.strategy, progress.server, client)
-            model = personal_variables(engine.strategy, part, memory, data, constants.key)
+            model = personal_variables(engine.strategy, part, memory, data, engine.constants.key)
             return local.score(problem.model, model, data, batch_size=4).loss
 
         return jnp.sum(jax.lax.map(on_its_own, jnp.arange(problem.num_clients, dtype=jnp.int32)))
 
+    def loss(progress):
+        """The loss of the deployed model on all samples, or of the personal models on their clients' samples."""
+        if engine.strategy.global_model:
+            return deployed_loss(problem.model, engine.deployed(progress), federated.samples)
+        return personal_loss(progress)
+
     before = loss(engine.init())
     progress, _ = run(engine, [1, 5, 5, 5])
     assert float(loss(progress)) < 0.8 * float(before)
+
+
+@functools.partial(jax.jit, static_argnames="model")  # one program for all strategies of one model
+def deployed_loss(model, variables, samples):
+    count = len(samples.y)
+    return local.evaluate(model, variables, samples, jnp.ones(count), batch_size=count).loss
 
 
 @pytest.mark.parametrize("extrapolating", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -266,11 +272,18 @@ def test_the_client_part_holds_no_collective(engine, strategy):
     assert [name for name in COLLECTIVES if name in text] == []
 
 
+@functools.partial(jax.jit, static_argnames="axis")
+def first_cohort(axis, constants, server):
+    return plan(axis, constants, server, jnp.int32(0)).cohort
+
+
 @pytest.mark.parametrize("federation", quick_and(LINEAR))
 def test_a_client_of_one_sample_and_almost_all_clients_at_once_train(engine, strategy, federation):
     engine = engine(strategy, **federation)
-    cohort = lambda constants, server: plan(engine.axis, constants, server, jnp.int32(0)).cohort
-    sizes = np.asarray(jax.jit(cohort)(engine.constants, engine.init().server).sizes)
+    chosen, server = engine.constants, engine.init().server
+    if engine.strategy.select is None:  # the engine selects: one program for all such strategies
+        chosen, server = chosen._replace(build=constants("normed", cohort=5).build), None
+    sizes = np.asarray(first_cohort(engine.axis, chosen, server).sizes)
     _, report = run(engine, [1])
     if not STRATEGIES[strategy].contract.own_batches:
         assert int(report.images) == 2 * sum(sizes)  # epochs x samples: every sample once per epoch

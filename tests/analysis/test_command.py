@@ -79,13 +79,22 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, arguments, message
     assert out == "" and shown.startswith("fedjax-mr: ") and shown.count("\n") == 1 and message in shown
 
 
-@pytest.mark.parametrize("study", STUDIES)
-def test_a_study_is_a_script_with_help(study):
-    """Run as printed in its page: siblings are imported from the folder of the script."""
-    path = Path("experiments") / "studies" / f"{study.__name__}.py"
-    done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True, cwd=ROOT)
+def test_a_study_is_a_script_with_help():
+    """Run as printed in its page, from the folder of the clone. They share a process, since each imports JAX."""
+    folder = Path("experiments") / "studies"
+    as_scripts = f"""
+import contextlib, runpy, sys
+for path in sys.argv[1:]:
+    sys.argv, sys.path[0] = [path, "--help"], {str(folder)!r}
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(path, run_name="__main__")
+"""
+    paths = [str(folder / f"{study.__name__}.py") for study in STUDIES]
+    command = [sys.executable, "-c", as_scripts, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and done.stderr == ""
-    assert f"usage: python {path}" in done.stdout and study.__doc__.splitlines()[0] in done.stdout
+    for study, path in zip(STUDIES, paths, strict=True):
+        assert f"usage: python {path}" in done.stdout and study.__doc__.splitlines()[0] in done.stdout
 
 
 def test_the_commands_of_studies_on_the_pages_are_valid():
