@@ -15,12 +15,12 @@ from fedjax_mr.data.sources.images import from_images
 from fedjax_mr.data.sources.table import from_table
 from fedjax_mr.data.sources.text import from_texts
 from fedjax_mr.engine.simulator import Simulator
-from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.errors import DivergedError, Interrupted, UserError
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.load import SavedRun, load
 from fedjax_mr.experiment.loggers import LOGGERS
-from fedjax_mr.experiment.run import Interrupted, run
+from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.experiment.trials import run_together
 from fedjax_mr.models import MODELS, BlockNet, Model, ModelRow, Variables

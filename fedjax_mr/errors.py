@@ -1,4 +1,4 @@
-"""Errors that users can fix. Each message is one line that says what is wrong, where, and what to do."""
+"""Errors that users can fix, each with one line that says what is wrong, where, and what to do; a stop by a signal."""
 
 import difflib
 from collections.abc import Iterable
@@ -26,6 +26,19 @@ class DivergedError(UserError):
     """A loss or weight became infinite or NaN during training."""
 
     exit_code = 3
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was stopped by a signal, and has a checkpoint. Not an `Exception`: ``except Exception`` ignores it.
+
+    Attributes:
+      exit_code: 128 plus the number of the signal.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        """Keep the message and the exit code."""
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:

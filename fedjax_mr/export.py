@@ -8,8 +8,8 @@ user-supplied network can only be exported in Python: fmr.load(RUN, model=...).e
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, interrupts, of_run
+from fedjax_mr.experiment.commands import exit_code
 from fedjax_mr.experiment.messages import flags_in_errors
 
 
@@ -27,16 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="add the adapters to the weights (required with adapters; the folder has the names of the base)",
     )
     of_run.add_choice(parser)
-    try:
+
+    def work() -> None:
         chosen = parser.parse_args(arguments)
         with imports.blamed(), flags_in_errors():
             run = of_run.read(chosen)
             folder = run.export(chosen.folder, client=chosen.client, merged=chosen.merged)
         print(f"exported into {folder}" + (": try python example.py there" if (folder / "example.py").exists() else ""))
-    except UserError as error:
-        print(f"fedjax-mr: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

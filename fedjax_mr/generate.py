@@ -7,8 +7,8 @@ run). A text ends after --tokens, or at the first special token.
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, interrupts, of_run
+from fedjax_mr.experiment.commands import exit_code
 from fedjax_mr.experiment.messages import flags_in_errors
 
 
@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     of_run.add_choice(parser)
-    try:
+
+    def work() -> None:
         chosen = parser.parse_args(arguments)
         with imports.blamed(), flags_in_errors():
             run = of_run.read(chosen)
@@ -39,10 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 temperature=chosen.temperature, top_p=chosen.top_p, seed=chosen.seed,
             )  # fmt: skip
         print(text if chosen.chat else chosen.prompt + text)
-    except UserError as error:
-        print(f"fedjax-mr: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config, imports, interrupts, manual
+from fedjax_mr.experiment import commands, config, imports, interrupts, manual
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.processes import leave
 from fedjax_mr.experiment.report import summary_table
-from fedjax_mr.experiment.run import Interrupted, run
+from fedjax_mr.experiment.run import run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,29 +18,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: command-line arguments without the program name. Default: those of this process.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        if "--version" in arguments:
-            print(manual.version())
-            return 0
-        if (topic := manual.help_topic(arguments)) is not None:
-            config.read_imports(arguments)
-            print(manual.page(topic))
-            return 0
-        with imports.blamed():
-            settings = config.parse(arguments)
-            with flags_in_errors(settings.strategy):
-                result = run(settings)
-    except (UserError, Interrupted) as reason:
-        print(f"fedjax-mr: {reason}", file=sys.stderr)
-        return reason.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write(interrupts.LINE)
-        return interrupts.EXIT_CODE
+    words = sys.argv[1:] if arguments is None else arguments
+    return commands.exit_code(lambda: _work(words))
+
+
+def _work(arguments: Sequence[str]) -> None:
+    if "--version" in arguments:
+        print(manual.version())
+        return
+    if (topic := manual.help_topic(arguments)) is not None:
+        config.read_imports(arguments)
+        print(manual.page(topic))
+        return
+    with imports.blamed():
+        settings = config.parse(arguments)
+        with flags_in_errors(settings.strategy):
+            result = run(settings)
     if result.writes:
         print(summary_table(result.summary))
         print(f"run folder: {result.folder}")
-    return 0
 
 
 def console() -> None:

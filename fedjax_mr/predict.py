@@ -17,6 +17,7 @@ from fedjax_mr import files
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, interrupts, of_run
+from fedjax_mr.experiment.commands import exit_code
 from fedjax_mr.experiment.messages import flags_in_errors
 
 
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="calibrate the probabilities on the validation samples (requires a run with --validation_share)",
     )
     of_run.add_choice(parser)
-    try:
+
+    def work() -> None:
         chosen = parser.parse_args(arguments)
         with imports.blamed(), flags_in_errors():
             run = of_run.read(chosen)
@@ -48,10 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count = write(Path(chosen.out), predictions, run.samples)
         heat = f", temperature {network.temperature:.3g}" if chosen.calibrated else ""
         print(f"{count} predictions in {chosen.out}{heat}")
-    except UserError as error:
-        print(f"fedjax-mr: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return exit_code(work)
 
 
 def read(path: Path, facts: Facts) -> Any:

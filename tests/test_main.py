@@ -8,8 +8,7 @@ import types
 import pytest
 
 from fedjax_mr import main
-from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.experiment.run import Interrupted
+from fedjax_mr.errors import DivergedError, Interrupted, UserError
 
 
 @pytest.fixture

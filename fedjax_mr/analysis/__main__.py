@@ -10,6 +10,7 @@ from typing import Any
 from fedjax_mr.analysis import best, clients, command, curves, mixing, report, seconds, spread, table, timeline
 from fedjax_mr.errors import unknown_name
 from fedjax_mr.experiment import interrupts
+from fedjax_mr.experiment.commands import exit_code
 
 PROGRAM = "python -m fedjax_mr.analysis"
 COMMANDS: dict[str, Any] = {
@@ -47,7 +48,7 @@ def main(
         command.execute(commands[name], options, program=f"{program} {name}")
         return 0
 
-    return command.exit_code(work)
+    return exit_code(work)
 
 
 def usage(commands: Mapping[str, Any] = COMMANDS, program: str = PROGRAM) -> str:

@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 from fedjax_mr.errors import UserError, usual_arithmetic
-from fedjax_mr.experiment import imports, interrupts
+from fedjax_mr.experiment import commands, imports
 from fedjax_mr.experiment.messages import flags_in_errors
 
 
@@ -59,18 +59,6 @@ def execute(command: Command, arguments: Sequence[str], *, program: str) -> None
         command.main(parsed)
 
 
-def exit_code(work: Callable[[], int | None]) -> int:
-    """Do some work and return its exit code (0 if it is None), 2 after a UserError, or 130 after Ctrl-C."""
-    try:
-        return work() or 0
-    except UserError as error:
-        print(f"fedjax-mr: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write(interrupts.LINE)
-        return interrupts.EXIT_CODE
-
-
 def script(command: Any, arguments: Sequence[str] | None = None) -> int:
     """Run a command that is a script of its own, and return the exit code: 0, or 2 for bad input.
 
@@ -79,4 +67,4 @@ def script(command: Any, arguments: Sequence[str] | None = None) -> int:
       arguments: the command line without the name of the script. Default: that of the process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: execute(command, words, program=f"python {sys.argv[0]}"))
+    return commands.exit_code(lambda: execute(command, words, program=f"python {sys.argv[0]}"))

@@ -11,14 +11,12 @@ from fedjax_mr.analysis.ledger import BUDGETS, replay
 from fedjax_mr.analysis.paired import ALPHA
 from fedjax_mr.compare.train import BLOCK, MOST_SEEDS, UNTIL, compare
 from fedjax_mr.compare.tuned import Tuned
-from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import commands, imports, interrupts
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, interrupts, manual
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import unequal_shares
-from fedjax_mr.experiment.run import Interrupted
-from fedjax_mr.experiment.settings import help_of, values_of
 from fedjax_mr.settings import field
 from fedjax_mr.sweep import PlannedRun, grids
 from fedjax_mr.sweep.plan import Training, plan_run
@@ -88,26 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: flags without the name of the program. Default: those of the command line.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if (topic := manual.help_topic(arguments)) is not None:
-            configuration.read_imports(arguments)
-            print(manual.page(topic) if topic else USAGE + help_of(Settings))
-            return 0
-        config, settings = configuration.parse_command(arguments, Settings)
-        for setting, value in values_of(settings):
-            setting.check(value)
-        if settings.replay is not None:
-            print(replay(settings.replay).table())
-            return 0
-        with imports.blamed(), flags_in_errors(config.strategy):
-            return _compare(arguments, config, settings)
-    except (UserError, DivergedError, Interrupted) as reason:
-        print(f"fedjax-mr: {reason}", file=sys.stderr)
-        return reason.exit_code
+    return commands.of_several_runs(_compare_or_replay, arguments, usage=USAGE, settings=Settings)
 
 
-def _compare(arguments: Sequence[str], config: Config, settings: Settings) -> int:
+def _compare_or_replay(arguments: list[str]) -> None:
+    config, settings = configuration.parse_command(arguments, Settings)
+    if settings.replay is not None:
+        print(replay(settings.replay).table())
+        return
+    with imports.blamed(), flags_in_errors(config.strategy):
+        _compare(arguments, config, settings)
+
+
+def _compare(arguments: Sequence[str], config: Config, settings: Settings) -> None:
     if config.run_dir or config.overwrite:
         raise UserError("a comparison chooses its run folders inside --compare_dir: remove --run_dir and --overwrite")
     strategies = list(dict.fromkeys(grids.split("strategies", settings.strategies, config.strategy)))
@@ -137,7 +128,6 @@ def _compare(arguments: Sequence[str], config: Config, settings: Settings) -> in
         )
     print(result.table())
     print(f"results: {settings.compare_dir}")
-    return 0
 
 
 def _configs(

@@ -13,6 +13,7 @@ from fedjax_mr.data.sources import text, tfds
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports, interrupts, titles
+from fedjax_mr.experiment.commands import exit_code
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import public_share, resolve
@@ -39,16 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(argument in ("--help", "-help", "-h") for argument in arguments):
         print(USAGE)
         return 0
-    try:
-        with imports.blamed():
-            if arguments[:1] == ["prepare"]:
-                _prepare(arguments[1:])
-            else:
-                _show(arguments)
-    except UserError as error:
-        print(f"fedjax-mr: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code(lambda: _work(arguments))
+
+
+def _work(arguments: list[str]) -> None:
+    with imports.blamed():
+        if arguments[:1] == ["prepare"]:
+            _prepare(arguments[1:])
+        else:
+            _show(arguments)
 
 
 def _show(arguments: list[str]) -> None:

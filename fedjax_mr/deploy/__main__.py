@@ -16,6 +16,7 @@ from fedjax_mr.deploy.server import ServerOptions, check_deployable
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import imports, interrupts
+from fedjax_mr.experiment.commands import exit_code
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.messages import flags_in_errors
@@ -211,15 +212,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or (not own_help and any(argument in ("--help", "-help", "-h") for argument in arguments)):
         print(USAGE + help_of(ServerOptions))
         return 0
-    try:
-        if arguments[0] not in COMMANDS:
-            raise unknown_name("command", arguments[0], COMMANDS)
-        with imports.blamed():
-            COMMANDS[arguments[0]](arguments[1:])
-    except UserError as error:
-        print(f"fedjax-mr: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code(lambda: _work(*arguments))
+
+
+def _work(command: str, *arguments: str) -> None:
+    if command not in COMMANDS:
+        raise unknown_name("command", command, COMMANDS)
+    with imports.blamed():
+        COMMANDS[command](arguments)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from fedjax_mr.deploy.transport import Messenger
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.simulator import require_task
-from fedjax_mr.errors import DivergedError, TakenError, UserError
+from fedjax_mr.errors import DivergedError, Interrupted, TakenError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee
 from fedjax_mr.experiment.config import Config
@@ -34,7 +34,7 @@ from fedjax_mr.experiment.folder import RunFolder, run_state
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.rows import metric_of
-from fedjax_mr.experiment.run import Interrupted, RunLoop
+from fedjax_mr.experiment.run import RunLoop
 from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.experiment.simulated_time import clients_may_be_late
 from fedjax_mr.settings import field

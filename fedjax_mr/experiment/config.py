@@ -504,10 +504,13 @@ def parse_command(arguments: Sequence[str], owner: type[Owner]) -> tuple[Config,
       owner: the command's dataclass of settings, declared by `field`.
 
     Raises:
-      UserError: as `parse`.
+      UserError: as `parse`, or a setting of the command is out of range.
     """
     config, values = _read(arguments, settings.settings_of(owner))
-    return config, settings.build(owner, values)
+    built = settings.build(owner, values)
+    for setting, value in settings.values_of(built):
+        setting.check(value)
+    return config, built
 
 
 def read_imports(arguments: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from fedjax_mr.engine.clients import ClientAxis
 from fedjax_mr.engine.devices import memory_errors, set_up_jax, settings_of_numbers
 from fedjax_mr.engine.program import give_back_memory
 from fedjax_mr.engine.round import Progress, Report
-from fedjax_mr.errors import DivergedError, UserError, usual_arithmetic
+from fedjax_mr.errors import DivergedError, Interrupted, UserError, usual_arithmetic
 from fedjax_mr.experiment import checkpoint, guarantee, imports, interrupts
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import simulator_of
@@ -36,19 +36,6 @@ from fedjax_mr.experiment.simulated_time import events_of, most_at_once
 from fedjax_mr.models import Model
 
 SECONDS_PER_CALL = 5.0  # approximate duration of a compiled call; between calls, progress is shown and Ctrl-C works
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was stopped by a signal, and has a checkpoint. Not an `Exception`: ``except Exception`` ignores it.
-
-    Attributes:
-      exit_code: 128 plus the number of the signal.
-    """
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        """Keep the message and the exit code."""
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def run(

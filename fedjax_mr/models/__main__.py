@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import imports, interrupts
+from fedjax_mr.experiment.commands import exit_code
 from fedjax_mr.models import MODELS, Model, as_in_source
 from fedjax_mr.models.base import describe
 from fedjax_mr.models.platforms import skip_absent_accelerators
@@ -92,15 +92,15 @@ def main() -> int:
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], help="Python file that registers networks"
     )
-    try:
+
+    def work() -> None:
         imports.load(parser.parse_args().imports)
         skip_absent_accelerators()  # the form of a convolution depends on the platform
         print(network_table())
-    except UserError as error:
-        print(f"fedjax-mr: {error}", file=sys.stderr)
-        return error.exit_code
-    print("Multiply-adds: forward pass of one sample. State bytes: parameters and normalisation statistics in float32.")
-    return 0
+        print("Multiply-adds: forward pass of one sample.", end=" ")
+        print("State bytes: parameters and normalisation statistics in float32.")
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

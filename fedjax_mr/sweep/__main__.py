@@ -5,11 +5,9 @@ from collections.abc import Sequence
 
 from fedjax_mr.analysis import tables
 from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import commands, interrupts, kept
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts, kept, manual
 from fedjax_mr.experiment.resolve import unequal_shares
-from fedjax_mr.experiment.run import Interrupted
-from fedjax_mr.experiment.settings import help_of
 from fedjax_mr.sweep import slurm
 from fedjax_mr.sweep.costs import describe, estimate
 from fedjax_mr.sweep.plan import Sweep, plan
@@ -31,32 +29,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: flags without the name of the program. Default: those of the command line.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if (topic := manual.help_topic(arguments)) is not None:
-            configuration.read_imports(arguments)
-            print(manual.page(topic) if topic else USAGE + help_of(Sweep))
-            return 0
-        _, sweep = configuration.parse_command(arguments, Sweep)
-        if not sweep.wait:
-            arguments.append("--noprogress")
-        sweep, runs = plan(arguments)
-        if sweep.calibrate and not sweep.dry_run:
-            raise UserError("--calibrate estimates the time of a plan: add --dry_run")
-        for note in unequal_shares([run.config for run in runs]):
-            print(note, file=sys.stderr)
-        if sweep.dry_run:
-            print(f"{len(runs)} runs in {sweep.sweep_dir}:")
-            print(describe(runs, estimate(runs) if sweep.calibrate else None))
-            return 0
-        launch = slurm.launcher(sweep, sweep.sweep_dir, wait=sweep.wait) if sweep.launcher == "slurm" else None
-        code = run_all(runs, batch=sweep.batch, launch=launch)
-        begun = [run.folder for run in runs if kept.find(run.folder)]
-        if begun:
-            print(tables.accuracy_table(begun))
-    except (UserError, Interrupted) as reason:
-        print(f"fedjax-mr: {reason}", file=sys.stderr)
-        return reason.exit_code
+    return commands.of_several_runs(_sweep, arguments, usage=USAGE, settings=Sweep)
+
+
+def _sweep(arguments: list[str]) -> int:
+    _, sweep = configuration.parse_command(arguments, Sweep)
+    if not sweep.wait:
+        arguments = [*arguments, "--noprogress"]
+    sweep, runs = plan(arguments)
+    if sweep.calibrate and not sweep.dry_run:
+        raise UserError("--calibrate estimates the time of a plan: add --dry_run")
+    for note in unequal_shares([run.config for run in runs]):
+        print(note, file=sys.stderr)
+    if sweep.dry_run:
+        print(f"{len(runs)} runs in {sweep.sweep_dir}:")
+        print(describe(runs, estimate(runs) if sweep.calibrate else None))
+        return 0
+    launch = slurm.launcher(sweep, sweep.sweep_dir, wait=sweep.wait) if sweep.launcher == "slurm" else None
+    code = run_all(runs, batch=sweep.batch, launch=launch)
+    begun = [run.folder for run in runs if kept.find(run.folder)]
+    if begun:
+        print(tables.accuracy_table(begun))
     return code
 
 

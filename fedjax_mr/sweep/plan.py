@@ -16,7 +16,7 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import STATES, read_rows, read_summary, run_state, runs_by_settings
 from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
-from fedjax_mr.experiment.settings import settings_of, values_of
+from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.settings import field
 from fedjax_mr.sweep import grids
 
@@ -131,8 +131,6 @@ def plan(arguments: Sequence[str]) -> tuple[Sweep, list[PlannedRun]]:
       UserError: a bad flag, or a bad value in any of the runs; no run was started.
     """
     config, sweep = configuration.parse_command(arguments, Sweep)
-    for setting, value in values_of(sweep):
-        setting.check(value)
     if config.run_dir or config.overwrite:
         raise UserError("a sweep chooses its run folders inside --sweep_dir: remove --run_dir and --overwrite")
     strategies = grids.split("strategies", sweep.strategies, config.strategy)

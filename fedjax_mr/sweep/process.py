@@ -30,13 +30,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fedjax_mr.engine.devices import cpu_devices
-from fedjax_mr.errors import DivergedError, TakenError, UserError
+from fedjax_mr.errors import DivergedError, Interrupted, TakenError, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.folder import is_leftover, run_state
 from fedjax_mr.experiment.locks import is_taken, lock_file
 from fedjax_mr.experiment.processes import leave
-from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep.plan import PlannedRun
 from fedjax_mr.sweep.together import BETWEEN
 

@@ -8,9 +8,10 @@ import jax
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.commands import exit_code
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.messages import flags_in_errors
-from fedjax_mr.experiment.run import Interrupted, run
+from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.trials import run_together
 
 BETWEEN = "--"  # separates the flags of two runs
@@ -27,7 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     commands: list[list[str]] = [[]]
     for argument in arguments:
         commands.append([]) if argument == BETWEEN else commands[-1].append(argument)
-    try:
+
+    def work() -> int:
         configs = [configuration.parse(command) for command in commands]
         set_up_jax(devices=configs[0].devices, cohort_size=len(configs) * configs[0].cohort)
         if pays(configs[0]):
@@ -36,9 +38,8 @@ def main(arguments: Sequence[str]) -> int:
             except UserError as reason:
                 print(f"fedjax-mr: not together: {reason}", file=sys.stderr)
         return min((code for code in map(_alone, configs) if code), default=0)  # the worst: 1, then 2, then 3
-    except (UserError, Interrupted) as reason:
-        print(f"fedjax-mr: {reason}", file=sys.stderr)
-        return reason.exit_code
+
+    return exit_code(work)
 
 
 def _together(configs: Sequence[Config]) -> int:
@@ -51,7 +52,7 @@ def _alone(config: Config) -> int:
     try:
         with flags_in_errors(config.strategy):
             run(config)
-    except UserError as reason:
+    except UserError as reason:  # a stop by a signal ends the other runs, too
         print(f"fedjax-mr: {reason}", file=sys.stderr)
         return reason.exit_code
     return 0

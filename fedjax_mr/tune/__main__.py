@@ -3,12 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import commands, interrupts
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts, manual
 from fedjax_mr.experiment.resolve import unequal_shares
-from fedjax_mr.experiment.run import Interrupted
-from fedjax_mr.experiment.settings import help_of
 from fedjax_mr.tune import report, studies
 from fedjax_mr.tune.plan import Tune, Tuning, plan
 from fedjax_mr.tune.rungs import Trainer, climb
@@ -31,29 +28,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: flags without the name of the program. Default: those of the command line.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if (topic := manual.help_topic(arguments)) is not None:
-            configuration.read_imports(arguments)
-            print(manual.page(topic) if topic else USAGE + help_of(Tune))
-            return 0
-        tuning = plan(arguments)
-        asked = [strategy for strategy in tuning.strategies if not tuning.is_drawn(strategy)]
-        if asked:
-            studies.check(tuning.tune.sampler)
-        if tuning.tune.dry_run:
-            print(report.plan_text(tuning))
-            return 0
-        methods = [tuning.run("tests", strategy, tuning.seeds[0], {}).config for strategy in tuning.strategies]
-        for note in unequal_shares(methods):
-            print(note, file=sys.stderr)
-        return _tune(tuning, asked)
-    except (UserError, Interrupted) as reason:
-        print(f"fedjax-mr: {reason}", file=sys.stderr)
-        return reason.exit_code
+    return commands.of_several_runs(_tune, arguments, usage=USAGE, settings=Tune)
 
 
-def _tune(tuning: Tuning, asked: Sequence[str]) -> int:
+def _tune(arguments: list[str]) -> int:
+    tuning = plan(arguments)
+    asked = [strategy for strategy in tuning.strategies if not tuning.is_drawn(strategy)]
+    if asked:
+        studies.check(tuning.tune.sampler)
+    if tuning.tune.dry_run:
+        print(report.plan_text(tuning))
+        return 0
+    methods = [tuning.run("tests", strategy, tuning.seeds[0], {}).config for strategy in tuning.strategies]
+    for note in unequal_shares(methods):
+        print(note, file=sys.stderr)
+    return _train(tuning, asked)
+
+
+def _train(tuning: Tuning, asked: Sequence[str]) -> int:
     """Train, choose and test, and return the exit code. Optuna proposes the trials of the methods in ``asked``."""
     drawn = [trial for name in tuning.strategies if name not in asked for trial in tuning.drawn(name)]
     with Trainer(tuning) as trainer:

@@ -14,7 +14,6 @@ from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import keeps_validation
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import runs_by_settings
-from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.settings import LARGEST_INT32, field
 from fedjax_mr.sweep import PlannedRun, grids
 from fedjax_mr.sweep.plan import Training, plan_run
@@ -177,8 +176,6 @@ def plan(arguments: Sequence[str]) -> Tuning:
       UserError: a bad flag, or a bad value of the space; nothing was trained.
     """
     config, tune = configuration.parse_command(arguments, Tune)
-    for setting, value in values_of(tune):
-        setting.check(value)
     if config.run_dir or config.overwrite:
         raise UserError("a tuning chooses its run folders inside --tune_dir: remove --run_dir and --overwrite")
     if config.stop_at_accuracy is not None:

@@ -4,11 +4,10 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr.errors import DivergedError, UserError
+from fedjax_mr.errors import UserError
+from fedjax_mr.experiment import commands, imports, interrupts
 from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, interrupts, manual
 from fedjax_mr.experiment.messages import flags_in_errors
-from fedjax_mr.experiment.settings import help_of, values_of
 from fedjax_mr.settings import field
 from fedjax_mr.sweep import grids
 from fedjax_mr.whatif.coalitions import KINDS
@@ -54,34 +53,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: flags without the name of the program. Default: those of the command line.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        if (topic := manual.help_topic(arguments)) is not None:
-            configuration.read_imports(arguments)
-            print(manual.page(topic) if topic else USAGE + help_of(Settings))
-            return 0
-        config, settings = configuration.parse_command(arguments, Settings)
-        for setting, value in values_of(settings):
-            setting.check(value)
-        if config.run_dir or config.overwrite or config.resume:
-            raise UserError("the results are in --whatif_dir: remove --run_dir, --overwrite and --resume")
-        with imports.blamed(), flags_in_errors(config.strategy):
-            result = what_if(
-                config,
-                coalitions=settings.coalitions,
-                seeds=grids.seeds_of(settings.seeds) or None,
-                metric=settings.metric,
-                orders=settings.orders,
-                block=settings.block,
-                folder=settings.whatif_dir,
-                progress=config.progress,
-            )
-    except (UserError, DivergedError) as reason:
-        print(f"fedjax-mr: {reason}", file=sys.stderr)
-        return reason.exit_code
+    return commands.of_several_runs(_what_if, arguments, usage=USAGE, settings=Settings)
+
+
+def _what_if(arguments: list[str]) -> None:
+    config, settings = configuration.parse_command(arguments, Settings)
+    if config.run_dir or config.overwrite or config.resume:
+        raise UserError("the results are in --whatif_dir: remove --run_dir, --overwrite and --resume")
+    with imports.blamed(), flags_in_errors(config.strategy):
+        result = what_if(
+            config,
+            coalitions=settings.coalitions,
+            seeds=grids.seeds_of(settings.seeds) or None,
+            metric=settings.metric,
+            orders=settings.orders,
+            block=settings.block,
+            folder=settings.whatif_dir,
+            progress=config.progress,
+        )
     print(result.table())
     print(f"results: {settings.whatif_dir}")
-    return 0
 
 
 if __name__ == "__main__":

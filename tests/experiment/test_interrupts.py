@@ -11,9 +11,8 @@ import pytest
 
 import fedjax_mr
 from fedjax_mr.deploy import server
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import Interrupted, UserError
 from fedjax_mr.experiment import interrupts, streams
-from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.testing.messages import fake_messenger
 
 

@@ -25,7 +25,7 @@ from fedjax_mr import main as command
 from fedjax_mr import plots
 from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.sources import digits
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import Interrupted, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import experiment, loggers
 from fedjax_mr.experiment import run as running
@@ -33,7 +33,7 @@ from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.folder import read_summary, run_state
 from fedjax_mr.experiment.report import summary_table
-from fedjax_mr.experiment.run import Interrupted, RunLoop, interrupted
+from fedjax_mr.experiment.run import RunLoop, interrupted
 from fedjax_mr.testing.federations import federated
 
 SMALL = dict(

@@ -15,12 +15,11 @@ import pytest
 
 from fedjax_mr import sweep
 from fedjax_mr.analysis import runs
-from fedjax_mr.errors import TakenError
+from fedjax_mr.errors import Interrupted, TakenError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, read_rows, run_state, saved_round
 from fedjax_mr.experiment.locks import is_taken
-from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep import process as process_of_a_run
 from fedjax_mr.sweep import runs as runs_of_a_sweep
 from fedjax_mr.sweep.__main__ import main

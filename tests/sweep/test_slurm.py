@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 
 from fedjax_mr import sweep
-from fedjax_mr.errors import UserError
+from fedjax_mr.errors import Interrupted, UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, read_rows, run_state, saved_round
-from fedjax_mr.experiment.run import Interrupted
 from fedjax_mr.sweep import slurm
 from fedjax_mr.sweep.__main__ import main
 from fedjax_mr.sweep.process import log_of
