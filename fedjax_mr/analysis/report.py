@@ -3,10 +3,13 @@
 PATH is a run folder, or the folder of a sweep, tuning, comparison or what-if. The page needs no network and no other
 file: it contains the library plotly.js (MIT), which is why it has 5 MB. Curves can be zoomed, have the values of all
 seeds or their mean, logarithmic axes, and rounds, simulated time or bytes as x. Tables can be sorted, and copied as CSV
-and LaTeX. The page follows the dark or light mode of the system. It needs the extra 'report'.
+and LaTeX. The page follows the dark or light mode of the system. It needs the extra 'report'. With --live it renews
+itself while the runs train, and nothing is written.
 """
 
 import argparse
+import base64
+import copy
 import csv
 import importlib.util
 import json
@@ -16,9 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import fedjax_mr
 from fedjax_mr import files, plots, untrusted
-from fedjax_mr.analysis import groups, ledger, runs, tables, verdicts
+from fedjax_mr.analysis import groups, ledger, live, runs, tables, verdicts
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import kept, titles
@@ -43,19 +48,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="file of the page. Default: report.html in the folder, or in analysis/ beside it"
     )
+    parser.add_argument(
+        "--live", action="store_true", help="show the page to browsers of this machine, on 127.0.0.1, until Ctrl-C"
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Write the page and print its path."""
+    """Write the page and print its path, or serve it."""
     script = library()
     paths = [files.expand_home(path) for path in arguments.runs]
+    if arguments.live:
+        _serve(paths, script)
+        return
     out = Path(arguments.out) if arguments.out else _default(paths)
     if out.suffix != ".html":
         raise UserError(f"--out={out} must be a file that ends in .html")
-    content = json.dumps(page(paths, out.parent), allow_nan=False, separators=(",", ":"))
-    text = PAGE.read_text(encoding="utf-8")
-    for mark, value in {"/*PLOTLY*/": script, "/*CONTENT*/": content.replace("<", "\\u003c")}.items():
-        text = text.replace(mark, value, 1)
+    text = filled(page(paths, out.parent), script)
     try:
         files.make_folder(out.parent)
         with files.atomic_write(out) as temporary:
@@ -63,6 +71,22 @@ def main(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise UserError(f"cannot write {out} ({error.strerror}); --out names another file") from None
     print(f"written to {out}")
+
+
+def _serve(paths: Sequence[Path], script: str) -> None:
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"there is no {path}")
+    content = lambda: page(paths, paths[0]) | {"links": []}  # the server has no files but the page
+    live.serve(content, lambda content: filled(content, script))
+
+
+def filled(content: dict[str, Any], script: str) -> str:
+    """The text of the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    for mark, value in {"/*PLOTLY*/": script, "/*CONTENT*/": live.as_json(content).replace("<", "\\u003c")}.items():
+        text = text.replace(mark, value, 1)
+    return text
 
 
 def library() -> str:
@@ -98,11 +122,9 @@ def page(paths: Sequence[Path], parent: Path) -> dict[str, Any]:
     Raises:
       UserError: a path holds nothing that can be shown.
     """
-    content: dict[str, Any] = {
-        "title": ", ".join(path.name or str(path) for path in paths),
-        "made": f"fedjax_mr {fedjax_mr.__version__}",
-        "verdict": [], "notes": [], "curves": [], "tables": [], "clients": [], "bars": [], "links": [],
-    }  # fmt: skip
+    content = copy.deepcopy(live.EMPTY)
+    content["title"] = ", ".join(path.name or str(path) for path in paths)
+    content["made"] = f"fedjax_mr {fedjax_mr.__version__}"
     with_runs = []
     for path in paths:
         if (path / ledger.LEDGER).exists():
@@ -206,6 +228,9 @@ def _add_runs(content: dict[str, Any], chosen: Sequence[RunRecord]) -> None:
         content["curves"].append({"name": name, "colour": look.colour, "dash": DASHES[look.stroke], "seeds": seeds})
         if values_of := _clients(members):
             content["clients"].append({"name": name, "colour": look.colour, "values": values_of})
+        if (matrix := _confusion(members)) is not None:
+            content["matrices"].append({"name": name, "shares": matrix})
+    content["pictures"] = _partitions(chosen)
     first = chosen[0].metric().name
     content["columns"] = sorted((each for each in columns if each not in X), key=lambda each: each != first)
     content["first"] = first
@@ -262,6 +287,28 @@ def _clients(members: Sequence[RunRecord]) -> list[list[Any]]:
                 if row.get(name) and float(row.get("test_samples") or 0):
                     found.append([run.config.seed, number, _number(float(row[name]))])
     return found
+
+
+def _confusion(members: Sequence[RunRecord]) -> list[list[float]] | None:
+    """The shares [C, C] of the predicted classes among the test samples of each true class, over the ended runs.
+
+    None if no run has the metric ``confusion``.
+    """
+    counts = [run.summary()["confusion"] for run in members if run.state == "finished" and "confusion" in run.summary()]
+    if not counts:
+        return None
+    total = np.sum(counts, axis=0)
+    return np.round(total / np.maximum(total.sum(axis=1, keepdims=True), 1), 4).tolist()
+
+
+def _partitions(chosen: Sequence[RunRecord]) -> list[dict[str, str]]:
+    """The picture of the partition of the first run that has one, as a data URI."""
+    for run in chosen:
+        if (path := run.path / "partition.png").exists():
+            picture = base64.b64encode(path.read_bytes()).decode()
+            words = f"Samples of the clients by class: {run.path.name}"
+            return [{"words": words, "source": f"data:image/png;base64,{picture}"}]
+    return []
 
 
 def _settings_table(settings: Sequence[tuple[Mapping[str, Any], Sequence[RunRecord]]], names: Sequence[str]) -> dict:

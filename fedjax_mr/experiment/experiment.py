@@ -154,6 +154,7 @@ class Experiment:
         self.logs = Logs()
         self.on_row = on_row
         self.pictures = record and folder.writes
+        self._tables: dict[str, list] | None = None  # of the last evaluation, by metric
         self.ended_before: dict[str, Any] | None = None  # the summary of a resumed run with nothing left to do
 
     @functools.cached_property
@@ -370,6 +371,7 @@ class Experiment:
         else:
             tested = self.evaluation.one(variables)
             metrics, loss = task.columns(tested.metrics), float(tested.loss)
+            self._tables = task.tables(tested.metrics)
         individual = self.rounds.individual(progress)
         if individual is not None:
             tested = self.evaluation.each(individual)
@@ -460,6 +462,10 @@ class Experiment:
             "jax_settings": settings_of_numbers(),
             "xla_flags": compiler_flags(),
         }
+        if variables is not None:
+            if self._tables is None:  # resumed after the last evaluation
+                self._tables = self.model.task.tables(self.evaluation.one(variables).metrics)
+            summary |= self._tables
         if variables is not None and (holdout := self.federated.holdout) is not None:
             test = normalised(holdout.dataset, holdout.dataset.x, holdout.dataset.y)
             model = self.rounds.constants.problem.model

@@ -203,7 +203,7 @@ class Task:
     def columns(self, values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         """Values by metric as columns: a number as it is, ``recall_0``, ``recall_1`` ... for one per class.
 
-        Tables such as the confusion matrix are no columns.
+        Tables such as the confusion matrix are no columns, see `tables`.
         """
         columns: dict[str, float] = {}
         for name, value in values.items():
@@ -212,6 +212,10 @@ class Task:
             elif np.ndim(value) == 1:
                 columns |= {f"{prefix}{name}_{number}": float(each) for number, each in enumerate(value)}
         return columns
+
+    def tables(self, values: Mapping[str, Any]) -> dict[str, list]:
+        """Values by metric with more than one axis, such as the confusion matrix [C, C], as nested lists."""
+        return {name: np.asarray(value).tolist() for name, value in values.items() if np.ndim(value) > 1}
 
     # --- as JSON
 

@@ -5,12 +5,15 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 import typing
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from fedjax_mr.analysis import report
+from fedjax_mr.analysis import live, report
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.experiment.config import Config
 
@@ -129,3 +132,49 @@ def test_it_draws_in_chromium(kept, monkeypatch):
     assert shown.count('class="scatterlayer') >= 1 and "Copy as CSV" in shown
     assert shown.count("<tbody><tr>") >= 2 and "better than" in shown
     assert "Uncaught" not in done.stderr and "Refused to" not in done.stderr
+
+
+def test_a_live_page_follows_its_runs_and_answers_this_machine_only(keep):
+    folder = keep(Config(strategy="fedavg"), [0.4])
+    server = live.server_of(lambda: report.page([folder], folder), lambda content: report.filled(content, ""))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+
+    def get(path, **headers):
+        with urllib.request.urlopen(urllib.request.Request(address + path, headers=headers)) as answer:
+            return answer.read().decode()
+
+    accuracies = lambda text: json.loads(text)["curves"][0]["seeds"][0]["values"]["accuracy"]
+    try:
+        assert accuracies(get(live.CONTENT)) == [0.4] and '"live":"/content.json"' in get("/")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"round": 10, "accuracy": 0.6, "loss": 1.0, "bytes_down": 100, "bytes_up": 200}\n')
+        assert accuracies(get(live.CONTENT)) == [0.4, 0.6]
+        for path, headers, code in (("/config.json", {}, 404), ("/", {"Host": "elsewhere"}, 403)):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                get(path, **headers)
+            assert refused.value.code == code
+            refused.value.close()
+        shutil.rmtree(folder)
+        (reason,) = json.loads(get(live.CONTENT))["verdict"]
+        assert "is not a run folder" in reason
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_live_page_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "absent", "--live"]) == 2
+    assert capsys.readouterr().err == "fedjax-mr: there is no absent\n"
+
+
+def test_the_confusion_of_the_seeds_and_the_partition(keep):
+    for seed, counts in enumerate([[[3, 1], [0, 0]], [[4, 0], [0, 0]]]):
+        folder = keep(Config(strategy="fedavg", seed=seed), [0.5])
+        (folder / "summary.json").write_text(json.dumps({"confusion": counts}))
+        (folder / "partition.png").write_bytes(b"picture")
+    assert main(["report", "runs"]) == 0
+    found = content("runs/report.html")
+    assert found["matrices"] == [{"name": "FedAvg", "shares": [[0.875, 0.125], [0.0, 0.0]]}]
+    assert found["pictures"][0]["source"] == "data:image/png;base64,cGljdHVyZQ=="

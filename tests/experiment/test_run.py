@@ -701,3 +701,11 @@ def test_thousands_of_short_rounds_on_two_devices_under_load_never_hang(engine):
         for burner in burners:
             burner.kill()
             burner.wait()
+
+
+def test_the_confusion_matrix_is_in_the_summary():
+    assert command.main([*FLAGS, "--run_dir=a", "--metrics=accuracy,confusion"]) == 0
+    summary = json.loads(Path("a/summary.json").read_text())
+    counts = np.array(summary["confusion"])
+    assert counts.shape == (10, 10) and counts.sum() == 360
+    assert np.trace(counts) / 360 == pytest.approx(summary["accuracy_last"])
