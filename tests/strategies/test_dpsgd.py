@@ -23,8 +23,14 @@ def mixed(models, weights):
     ]
 
 
-@pytest.mark.parametrize("order", ["train", "mix"])
-@pytest.mark.parametrize("name", ["ring", "one_peer"])
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("ring", "train"),
+        ("one_peer", "mix"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("ring", "mix"), ("one_peer", "train"))),
+    ],
+)
 def test_three_rounds_equal_the_equations(transcription, name, order):
     hyper = Hyper(graph=name, order=order)
     by_hand = transcription("dpsgd", hyper, cohort=4)

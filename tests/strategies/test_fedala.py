@@ -47,7 +47,7 @@ def test_five_rounds_equal_the_equations(transcription, layers):
 
 
 def test_with_a_rate_of_zero_the_clients_start_from_the_global_model(engine, close):
-    ours, average = engine("fedala", hyper=Hyper(rate=0.0)), engine("fedavg")
+    ours, average = engine("fedala", "normed", hyper=Hyper(rate=0.0)), engine("fedavg", "normed")
     close(ours.run(ours.init(), 3)[0].server.model, average.run(average.init(), 3)[0].server.model)
 
 

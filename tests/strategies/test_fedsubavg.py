@@ -88,7 +88,7 @@ def test_the_heat_approaches_the_clients_that_have_a_feature(simulator):
 
 
 def test_without_embeddings_it_is_fedavg(engine, close):
-    ours, average = engine("fedsubavg", "thin"), engine("fedavg", "thin")
+    ours, average = engine("fedsubavg", "normed"), engine("fedavg", "normed")
     close(ours.run(ours.init(), 2)[0].server.model, average.run(average.init(), 2)[0].server.model)
     assert isinstance(ours.init().server, State) and ours.init().server.heat == {}
 
