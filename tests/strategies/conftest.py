@@ -22,7 +22,10 @@ FEDERATION = dict(sizes=(6, 3, 5, 2), cohort=3, batch_size=6, epochs=3, lr=0.1, 
 
 @functools.lru_cache(maxsize=8)  # tests with one engine share it
 def beginning(engine, payloads):
-    """The compiled beginning of a round: who takes part, and on request what is sent to whom."""
+    """The beginning of a round: who takes part, and on request what is sent to whom."""
+
+    if not payloads and engine.strategy.select is None:
+        return lambda constants, progress: (uniform_plan(constants.problem, constants.key, progress.round), None)
 
     def begin(constants, progress):
         if not payloads:
@@ -31,6 +34,12 @@ def beginning(engine, payloads):
         return plan, rows.payload
 
     return jax.jit(begin)
+
+
+@jax.jit  # strategies share it
+def uniform_plan(problem, key, round):
+    cohort = one_round.select_uniformly(problem, one_round.round_key(key, one_round.SELECT, round))
+    return one_round.CohortPlan(cohort, None)
 
 
 class Transcription:
