@@ -217,6 +217,13 @@ class Tiny:
         data = Tiny.client() if data is None else data
         return strategy.client_update(payload, memory, data, jnp.int32(round), jax.random.key(key))
 
+    @staticmethod
+    def train_in_one_program(strategy, payload, memory=None, *, data=None):
+        """As `train`, for clients whose operations hardly any other test has: one by one they compile longer."""
+        data = Tiny.client() if data is None else data
+        train = jax.jit(lambda payload, memory: Tiny.train(strategy, payload, memory, data=data))
+        return train(payload, memory)
+
 
 def in_full_batches(local_step, setting, start, data, key):
     """`local.run` as a plain loop: each epoch is one step on all rows of the client, in their order."""
