@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from fedjax_mr import trees
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
-from fedjax_mr.strategies import fedavg
+from fedjax_mr.strategies import dpsgd, fedavg
 from fedjax_mr.strategies.dpsgd import Hyper
 from fedjax_mr.strategies.graphs import graph_of
 
@@ -70,7 +70,17 @@ def test_with_some_clients_only_these_average(transcription):
     assert 0 < apart < 8  # both cases
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_the_exchange_on_the_complete_graph_is_the_mean_of_fedavg(federation, close, sent_after):
+    problem = federation("normed", cohort=6).problem
+    ours, average = (
+        each.build(hyper, problem)
+        for each, hyper in ((dpsgd, Hyper(graph="complete")), (fedavg, fedavg.Hyper(weights="uniform")))
+    )
+    close(sent_after(ours, problem), sent_after(average, problem))
+
+
+@pytest.mark.slow  # quick: the exchange
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_on_the_complete_graph_it_is_fedavg_with_all_clients(engine, close, network):
     ours = engine("dpsgd", network, hyper=Hyper(graph="complete"), cohort=6)
     average = engine("fedavg", network, hyper=fedavg.Hyper(weights="uniform"), cohort=6)

@@ -56,6 +56,13 @@ def test_three_rounds_equal_the_equations(transcription):
         model = by_hand.read(by_hand.progress.server.model)  # a float may fall on the other side of the threshold
 
 
+def test_the_server_of_task_arithmetic_with_one_kth_is_that_of_fedavg(federation, close, sent_after):
+    problem = federation("normed").problem
+    ours = ties.taskarithmetic(TaskArithmetic(scale=1 / 3), problem)
+    close(sent_after(ours, problem), sent_after(fedavg.build(fedavg.Hyper("uniform"), problem), problem))
+
+
+@pytest.mark.slow  # quick: the server
 def test_task_arithmetic_with_one_kth_is_fedavg(engine, close):
     ours, average = (
         engine("taskarithmetic", "normed", hyper=TaskArithmetic(scale=1 / 3)),
