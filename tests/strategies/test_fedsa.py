@@ -58,7 +58,7 @@ def test_if_all_arrive_at_one_learning_rate_it_is_fedavg(engine, close):
 def test_a_clients_step_is_scaled_by_the_factor_it_receives(tiny):
     strategy = fedsa.build(fedsa.Hyper(), tiny.problem(lr=0.5))
     payload = {"model": tiny.model(np.zeros((2, 2))), "lr_factor": jnp.float32(3.0)}
-    upload, _, _ = tiny.train(strategy, payload)
+    upload, _, _ = tiny.train_in_one_program(strategy, payload)
     np.testing.assert_allclose(tiny.head(upload["model"]), [[0.5 * 3 / 2, -0.5 * 3 / 2], [0, 0]], rtol=1e-6)
 
 
