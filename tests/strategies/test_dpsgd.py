@@ -13,6 +13,7 @@ from fedjax_mr.engine.clients import CLIENTS, ClientAxis
 from fedjax_mr.strategies import dpsgd, fedavg
 from fedjax_mr.strategies.dpsgd import Hyper
 from fedjax_mr.strategies.graphs import graph_of
+from fedjax_mr.strategies.parts import Models
 
 
 def mixed(models, weights):
@@ -77,6 +78,14 @@ def test_the_exchange_on_the_complete_graph_is_the_mean_of_fedavg(federation, cl
         for each, hyper in ((dpsgd, Hyper(graph="complete")), (fedavg, fedavg.Hyper(weights="uniform")))
     )
     close(sent_after(ours, problem), sent_after(average, problem))
+
+
+def test_the_mean_of_all_models_is_deployed(federation, close):
+    problem = federation("normed", cohort=3).problem
+    rng, shapes = np.random.default_rng(0), problem.model.shapes()
+    models = jax.tree.map(lambda leaf: rng.random((6, *leaf.shape), np.float32), shapes)
+    deployed = jax.jit(dpsgd.build(Hyper(), problem).global_model)(Models(models))
+    close(deployed, jax.tree.map(lambda leaf: leaf.mean(axis=0), models))
 
 
 @pytest.mark.slow  # quick: the exchange
