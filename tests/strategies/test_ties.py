@@ -7,6 +7,7 @@ import pytest
 from fedjax_mr.strategies import fedavg, ties
 from fedjax_mr.strategies.interface import Cohort
 from fedjax_mr.strategies.ties import TIES, TaskArithmetic
+from fedjax_mr.testing.federations import first_cohort
 
 
 def merged_by_hand(changes, kept):
@@ -43,6 +44,20 @@ def test_it_keeps_the_largest_and_averages_what_agrees():
     np.testing.assert_allclose(merged(changes, 0.5), [3.0, -8.0, -13 / 3, 0.0], rtol=1e-6)
 
 
+def test_the_server_moves_by_the_scaled_change_over_all_tensors(federation):
+    problem = federation("linear").problem
+    strategy, cohort = ties.ties(TIES(kept=0.3, scale=0.8), problem), first_cohort(problem)
+    start = jax.device_get(jax.jit(strategy.init)(jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    models = jax.tree.map(lambda leaf: leaf + rng.normal(size=(3, *leaf.shape)).astype(np.float32), start.model)
+    new, _ = jax.jit(lambda *sent: strategy.server_update(*sent, 0, None))(start, {"model": models}, cohort)
+    flat = lambda model: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(model)])
+    changes = [(flat(jax.tree.map(lambda leaf, i=i: leaf[i], models)) - flat(start.model)).tolist() for i in range(3)]
+    expected = flat(start.model) + 0.8 * np.array(merged_by_hand(changes, 0.3))
+    np.testing.assert_allclose(flat(new.model), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow  # quick: the server
 def test_three_rounds_equal_the_equations(transcription):
     by_hand = transcription("ties", TIES(kept=0.3, scale=0.8))
     flat = lambda model: np.concatenate([leaf.numpy().ravel() for leaf in model])
