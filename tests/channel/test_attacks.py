@@ -15,13 +15,12 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import Samples, backdoored, gather, one_client
 from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.engine.evaluation import backdoor_test
-from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.parts import averaging
-from fedjax_mr.testing.federations import Linear, constants, simulator
+from fedjax_mr.testing.federations import Linear, SharingSimulator, constants, simulator
 
 CLIENTS, COUNT, SEED = 6, 5, 3
 SERVED = [2, 0, 5, 3, 1]  # the clients of a round
@@ -30,19 +29,26 @@ SERVED = [2, 0, 5, 3, 1]  # the clients of a round
 # --- Who attacks ------------------------------------------------------------------------------------------------------
 
 
+def bad_ones(count, share, seed=SEED):
+    """Which of the clients are attackers [count] bool, by a program for each ``count``."""
+    return np.asarray(drawn(count, np.float32(share), np.int32(seed)))
+
+
+drawn = jax.jit(attackers_of, static_argnums=0)
+
+
 def test_the_share_decides_how_many_clients_attack():
-    of_ten = jax.jit(lambda share: attackers_of(10, share, SEED))
     for share, count in [(0.0, 0), (0.2, 2), (0.25, 2), (0.29, 3), (0.5, 5), (1.0, 10)]:
-        assert int(of_ten(jnp.float32(share)).sum()) == count
-    assert int(attackers_of(100, 0.29, SEED).sum()) == 29
+        assert bad_ones(10, share).sum() == count
+    assert bad_ones(100, 0.29).sum() == 29
 
 
 def test_more_attackers_include_the_fewer_and_another_seed_draws_others():
-    few, many = (np.asarray(attackers_of(50, share, SEED)) for share in (0.2, 0.6))
+    few, many = (bad_ones(100, share) for share in (0.2, 0.6))
     assert np.all(many[few])
-    assert np.any(np.asarray(attackers_of(50, 0.2, SEED + 1)) != few)
-    traced = jax.jit(functools.partial(attackers_of, 50))(jnp.float32(0.2), jnp.int32(SEED))
-    np.testing.assert_array_equal(traced, few)
+    assert np.any(bad_ones(100, 0.2, SEED + 1) != few)
+    known = jax.jit(lambda: attackers_of(100, 0.2, SEED))  # numbers that are not traced
+    np.testing.assert_array_equal(known(), few)
 
 
 # --- What attackers send ----------------------------------------------------------------------------------------------
@@ -61,16 +67,21 @@ VALUES, REFERENCE = rows(0), rows(1)
 
 def through(kind, *, attackers=0.4, values=VALUES, reference=REFERENCE, scale=None, clients=SERVED):
     """(the values after the attack, which of the clients attack, info) in one round with five of six clients."""
+    result, info = server_of(kind, scale)(np.float32(attackers), np.int32(SEED), np.int32(clients), values, reference)
+    return jax.device_get(result), bad_ones(CLIENTS, attackers)[clients], info
+
+
+@functools.cache
+def server_of(kind, scale):
+    """The compiled side of the server."""
     problem = constants().problem
 
-    def server(attackers, seed, clients):
+    @jax.jit
+    def server(attackers, seed, clients, values, reference):
         link = attack(problem, kind, attackers=attackers, seed=seed, scale=scale)
         return link.server(None, values, reference, Context(jax.random.key(7), jnp.int32(0), clients))[1:]
 
-    clients = jnp.asarray(clients, jnp.int32)
-    result, info = jax.jit(server)(jnp.float32(attackers), jnp.int32(SEED), clients)
-    attacker = np.asarray(attackers_of(CLIENTS, attackers, SEED))[clients]
-    return jax.device_get(result), attacker, info
+    return server
 
 
 def flat(tree):
@@ -140,7 +151,7 @@ def test_inner_product_manipulation_shrinks_the_mean():
 
 def test_a_model_among_idle_clients_replaces_the_mean():
     share = 1 / CLIENTS
-    attacker = np.asarray(attackers_of(CLIENTS, share, SEED))[SERVED]
+    attacker = bad_ones(CLIENTS, share)[SERVED]
     assert attacker.sum() == 1, "the attacker takes part in this round"
     same = jax.tree.map(lambda leaf: np.repeat(leaf[:1], COUNT, axis=0), REFERENCE)
     pick = lambda new, old: np.where(attacker.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
@@ -149,10 +160,11 @@ def test_a_model_among_idle_clients_replaces_the_mean():
 
 
 def test_a_little_is_enough_has_the_published_deviations():
-    deviations = jax.jit(lambda n: largest_deviation(n, jnp.arange(n + 1)), static_argnums=0)
-    z = [deviations(n)[f] for n, f in [(25, 5), (50, 10), (10, 2)]]
-    np.testing.assert_allclose(z, [0.2533471, 0.2533471, 0], atol=1e-6)
-    assert all(np.isfinite(deviations(n)).all() for n in (1, 2, 10, 25, 50))
+    counts = (1, 2, 10, 25, 50)
+    deviations = jax.jit(lambda: [largest_deviation(n, jnp.arange(n + 1)) for n in counts])()
+    of = dict(zip(counts, map(np.asarray, deviations), strict=True))
+    np.testing.assert_allclose([of[25][5], of[50][10], of[10][2]], [0.2533471, 0.2533471, 0], atol=1e-6)
+    assert all(np.isfinite(of[n]).all() for n in counts)
 
 
 # --- What attackers train on ------------------------------------------------------------------------------------------
@@ -163,7 +175,7 @@ def trained():
     """(attackers, kind) -> the model that client 1 uploads in a round; with kind "by hand", on flipped labels."""
     run = constants("linear", cohort=COUNT)
     plain = averaging(run.problem)
-    payload = jax.device_get({"model": run.problem.model.init(jax.random.key(0))})
+    payload = jax.device_get({"model": jax.jit(run.problem.model.init)(jax.random.key(0))})
 
     @functools.partial(jax.jit, static_argnums=1)
     def train(attackers, kind):
@@ -175,7 +187,7 @@ def trained():
             strategy = channel(plain, run.problem, [attack(run.problem, kind, attackers=attackers, seed=SEED)])
         return strategy.client_update(payload, None, data, jnp.int32(0), jax.random.key(1))[0]
 
-    return lambda attackers, kind: train(jnp.float32(attackers), kind)
+    return lambda attackers, kind: jax.device_get(train(np.float32(attackers), kind))
 
 
 def test_label_flipping_trains_on_flipped_labels(trained, equal, close):
@@ -196,31 +208,37 @@ def poisoned_samples():
         link = attack(problem, "replacement", seed=SEED, target=2, **numbers)
         return link.data(data, Context(None, jnp.int32(0), data.client_id)).samples
 
-    return lambda data, attackers, poisoned: samples(data, jnp.float32(attackers), jnp.float32(poisoned))
+    return lambda data, *shares: jax.device_get(samples(data, *map(np.float32, shares)))
+
+
+def data_of(client):
+    """The data of a client, on the host."""
+    return jax.device_get(reader(client))
+
+
+reader = jax.jit(lambda client: constants().client(client))
 
 
 @pytest.mark.parametrize("poisoned", [0.5, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 1.0))])
 def test_attackers_draw_triggers_on_a_share_of_their_samples(poisoned_samples, poisoned):
-    run = constants()
-    attacker = np.asarray(attackers_of(CLIENTS, 0.5, SEED))
+    attacker = bad_ones(CLIENTS, 0.5)
     for client in range(CLIENTS):
-        data = run.client(client)
-        own = np.asarray(data.index)[int(data.offset) : int(data.offset + data.size)]
+        data = data_of(client)
+        own = data.index[data.offset : data.offset + data.size]
         samples = poisoned_samples(data, 0.5, poisoned)
         triggered = np.flatnonzero(samples.trigger.rows)
         assert np.all(np.isin(triggered, own))
         assert len(triggered) == (round(poisoned * len(own)) if attacker[client] else 0)
         others = np.setdiff1d(np.arange(len(samples.y)), triggered)
         assert np.all(samples.y[triggered] == 2)
-        np.testing.assert_array_equal(samples.y[others], np.asarray(data.samples.y)[others])
+        np.testing.assert_array_equal(samples.y[others], data.samples.y[others])
         np.testing.assert_array_equal(samples.x, data.samples.x)
 
 
 def test_the_chosen_samples_do_not_depend_on_where_samples_are_kept(poisoned_samples):
-    run = constants()
-    (client,) = np.flatnonzero(attackers_of(CLIENTS, 1 / CLIENTS, SEED))
-    data = run.client(int(client))
-    own = np.asarray(data.index)[int(data.offset) : int(data.offset + data.size)]
+    (client,) = np.flatnonzero(bad_ones(CLIENTS, 1 / CLIENTS))
+    data = data_of(client)
+    own = data.index[data.offset : data.offset + data.size]
     sent = data.samples._replace(x=data.samples.x[own], y=data.samples.y[own])  # as from host memory
     alone = one_client(sent, client_id=int(client))
     here, there = (poisoned_samples(each, 1 / CLIENTS, 0.5).trigger.rows for each in (data, alone))
@@ -242,7 +260,8 @@ def test_the_trigger_is_a_white_square_in_the_corner(dtype, in_rows):
     scale, shift = np.full(3, 0.5, np.float32), np.full(3, 0.25, np.float32)
     samples = Samples(x, np.arange(4, dtype=np.int32), scale, shift)
     samples = backdoored(samples.in_rows() if in_rows else samples, np.array([True, False, False, True]), 7)
-    seen = gather(samples, jnp.array([3, 1]), change=lambda images: images[:, ::-1])
+    mirrored = jax.jit(functools.partial(gather, change=lambda images: images[:, ::-1]))
+    seen = mirrored(samples, np.array([3, 1]))
     plain = x[[3, 1]][:, ::-1].astype(np.float32)
     plain[0, -2:, -2:] = 255 if dtype == np.uint8 else 1  # an augmentation does not move it
     np.testing.assert_array_equal(seen, plain * 0.5 + 0.25)
@@ -284,7 +303,7 @@ def test_the_test_of_a_backdoor_has_the_trigger_on_all_other_images():
     triggered, counted = backdoor_test(samples, 1)
     np.testing.assert_array_equal(counted, samples.y != 1)
     assert np.all(triggered.y == 1) and triggered.x is samples.x
-    seen = np.asarray(gather(triggered, jnp.arange(10)))
+    seen = np.asarray(jax.jit(gather)(triggered, np.arange(10)))
     assert np.all(seen[:, -1, -1] == 1) and np.all(samples.x[:, -1, -1] < 0.5)
     with pytest.raises(UserError, match="every test sample has label 1"):
         backdoor_test(triggered, 1)
@@ -299,7 +318,7 @@ def test_a_backdoor_is_found_in_the_deployed_model(devices):
     setting = local.setting(lr=0.5, epochs=3, batch_size=10)
 
     def trained(attackers):
-        simulation = Simulator(
+        simulation = SharingSimulator(
             with_backdoor,
             model,
             dark_federation(),
@@ -319,7 +338,7 @@ def test_a_backdoor_is_found_in_the_deployed_model(devices):
 
     images, labels = dark_federation().dataset.test_x.copy(), dark_federation().dataset.test_y
     images[:, -1:, -1:] = 1
-    logits = bad.model.apply(bad.deployed(bad_state), jnp.asarray(images[labels != 1]))
+    logits = np.asarray(jax.jit(bad.model.apply)(bad.deployed(bad_state), images[labels != 1]))
     expected = (np.argmax(logits, axis=1) == 1).mean()
     assert bad.attacked(bad_state, 1).accuracy == pytest.approx(expected)
     assert bad.backdoor_evaluation(1) is bad.backdoor_evaluation(1)

@@ -48,7 +48,7 @@ def rows(seed=0, count=COUNT):
 def stacked(flat):
     """The rows [K, 11] as a tree of two leaves."""
     flat = np.asarray(flat, np.float32)
-    return {"bias": jnp.asarray(flat[:, :3]), "kernel": jnp.asarray(flat[:, 3:].reshape(-1, 2, 4))}
+    return {"bias": flat[:, :3], "kernel": flat[:, 3:].reshape(-1, 2, 4)}
 
 
 def flat(tree):
@@ -123,7 +123,7 @@ def test_rules_are_their_definitions(rule, seed):
 
 def test_the_median_of_an_even_number_is_the_midpoint():
     x = rows(1, count=6)
-    median = RULES["median"](stacked(x), OUTLIERS)
+    median = jax.jit(RULES["median"])(stacked(x), OUTLIERS)
     np.testing.assert_allclose(flat(median), np.median(x, axis=0), rtol=1e-6)
 
 
@@ -208,28 +208,27 @@ def test_rules_scale_with_the_rows(rule, factor):
 
 def test_mixing_without_outliers_and_one_bucket_are_the_mean():
     x = rows()
-    np.testing.assert_allclose(
-        flat(nearest_neighbour_mixing(stacked(x), 0)), np.tile(x.mean(axis=0), (COUNT, 1)), atol=1e-6
-    )
-    one, _ = bucketing(stacked(x), jax.random.key(0), size=COUNT)
+    mixed = jax.jit(lambda rows: nearest_neighbour_mixing(rows, 0))(stacked(x))
+    np.testing.assert_allclose(flat(mixed), np.tile(x.mean(axis=0), (COUNT, 1)), atol=1e-6)
+    one, _ = jax.jit(lambda rows: bucketing(rows, jax.random.key(0), size=COUNT))(stacked(x))
     np.testing.assert_allclose(flat(one), x.mean(axis=0)[None], atol=1e-6)
 
 
 def test_buckets_are_means_of_different_pairs_and_of_the_last_row():
-    x = rows()
-    buckets = flat(bucketing(stacked(x), jax.random.key(1))[0])
+    x, drawn = rows(), jax.jit(lambda rows, key: bucketing(rows, key)[0])
+    buckets = flat(drawn(stacked(x), jax.random.key(1)))
     assert buckets.shape == (4, 11)
     sums = {(i, j): (x[i] + x[j]) / 2 for i, j in itertools.combinations(range(COUNT), 2)}
     found = [next(pair for pair, mean in sums.items() if np.allclose(mean, each, atol=1e-6)) for each in buckets[:3]]
     (alone,) = (i for i in range(COUNT) if np.allclose(x[i], buckets[3], atol=1e-6))
     assert sorted([*itertools.chain(*found), alone]) == list(range(COUNT))
-    assert not np.allclose(flat(bucketing(stacked(x), jax.random.key(2))[0]), buckets)
+    assert not np.allclose(flat(drawn(stacked(x), jax.random.key(2))), buckets)
 
 
 def test_small_distances_of_long_rows_are_exact():
     """Inner products of rows of length 1e4 in float32 would round such distances to 0 or to negative numbers."""
     x = 4096 + np.arange(COUNT)[:, None] * np.full(11, 2.0**-10)
-    squares = np.asarray(pairwise_squares(stacked(x)))
+    squares = np.asarray(jax.jit(pairwise_squares)(stacked(x)))
     np.testing.assert_allclose(squares, squares_of(x), rtol=1e-6)
 
 
@@ -242,7 +241,7 @@ BAD = {"silent": 0.0, "nan": np.nan}  # their two attackers' changes
 @pytest.fixture(scope="module")
 def changes_after():
     """(rule, changes [7, 3], several) -> the changes after the server's side, where every client has received 10."""
-    reference = {"model": jnp.full((COUNT, 3), 10.0)}
+    reference = {"model": np.full((COUNT, 3), 10, np.float32)}
     context = Context(jax.random.key(0), jnp.int32(0), jnp.arange(COUNT, dtype=jnp.int32))
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 3))
@@ -251,7 +250,7 @@ def changes_after():
         return link.server(None, {"model": values}, reference, context)[1]["model"]
 
     def changes(rule, changes, several=False, before="none"):
-        return np.asarray(server(rule, jnp.asarray(10 + changes, jnp.float32), several, before), np.float64) - 10
+        return np.asarray(server(rule, np.float32(10 + changes), several, before), np.float64) - 10
 
     return changes
 
@@ -285,7 +284,7 @@ def test_rows_that_are_not_usable_do_not_count(rule, lost, is_near):
     x = rows(4, count=COUNT - lost)
     unusable = x.mean(axis=0) if is_near else 50.0
     padded, usable = np.insert(x, [2] * lost, unusable, axis=0), np.insert(np.ones(len(x), bool), [2] * lost, False)
-    results = without(stacked(padded), jnp.asarray(usable))
+    results = without(stacked(padded), usable)
     found = flat(results[rule])
     np.testing.assert_array_equal(np.isinf(results["scores"]), ~usable)
     expected = DEFINITIONS[rule](x, max(OUTLIERS - lost, 0))
@@ -316,10 +315,16 @@ def test_a_bucket_without_a_usable_message_does_not_count(changes_after):
 
 def through(rule, values, reference, *, several, outliers=OUTLIERS, before="none"):
     """The values [K, 11] after the server's side, and the share of rejected ones."""
-    link = robust(None, rule, outliers=outliers, before=before, stacked=several)
-    context = Context(jax.random.key(0), jnp.int32(0), jnp.arange(COUNT, dtype=jnp.int32))
-    _, result, info = jax.jit(link.server)(None, {"model": stacked(values)}, {"model": stacked(reference)}, context)
+    context = Context(jax.random.key(0), np.int32(0), np.arange(COUNT, dtype=np.int32))
+    server = server_of(rule, outliers, before, several)
+    _, result, info = server(None, {"model": stacked(values)}, {"model": stacked(reference)}, context)
     return flat(result), float(info["rejected"])
+
+
+@functools.cache
+def server_of(rule, outliers, before, several):
+    """The compiled side of the server."""
+    return jax.jit(robust(None, rule, outliers=outliers, before=before, stacked=several).server)
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean", "geometric_median", "centered_clip"])
@@ -540,13 +545,16 @@ def test_a_client_that_sent_nothing_stays_refused():
     """A late or lost client has no samples in the round. The last message that it really sent was refused."""
     options = dict(ALL_EIGHT, cohort=5)
     simulation = simulator((functools.partial(controlled, "multi_krum"), STRATEGIES["fedmr"].hyper()), **options)
-    strategy, ids, key = simulation.rounds.strategy, jnp.arange(5, dtype=jnp.int32), jax.random.key(0)
-    state = simulation.init().server._replace(links=(jnp.ones(8, bool),))
-    cohort = Cohort(ids, jnp.where(ids < 2, jnp.int32(0), jnp.int32(5)))
-    payloads = strategy.dispatch(state, cohort, key)
-    messages = {name: payloads[name] for name in ("model", "control")}
-    state, _, _ = strategy.receive(state, messages, payloads, cohort, jnp.int32(0), key)
-    refused = np.asarray(state.links[0])
+    strategy, cohort = simulation.rounds.strategy, Cohort(np.arange(5, dtype=np.int32), np.int32([0, 0, 5, 5, 5]))
+
+    @jax.jit
+    def refused_after(key):
+        state = strategy.init(key)._replace(links=(jnp.ones(8, bool),))
+        payloads = strategy.dispatch(state, cohort, key)
+        messages = {name: payloads[name] for name in ("model", "control")}
+        return strategy.receive(state, messages, payloads, cohort, jnp.int32(0), key)[0].links[0]
+
+    refused = np.asarray(refused_after(jax.random.key(0)))
     assert refused[:2].all() and not refused[2:5].all()
 
 

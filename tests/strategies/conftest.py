@@ -15,14 +15,17 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData, Samples, one_client
 from fedjax_mr.engine import round as one_round
 from fedjax_mr.strategies.interface import Cohort, Problem
-from fedjax_mr.testing.federations import ThinHead
+from fedjax_mr.testing.federations import ThinHead, first_cohort
 
 FEDERATION = dict(sizes=(6, 3, 5, 2), cohort=3, batch_size=6, epochs=3, lr=0.1, momentum=0.5)  # full batches
 
 
 @functools.lru_cache(maxsize=8)  # tests with one engine share it
 def beginning(engine, payloads):
-    """The compiled beginning of a round: who takes part, and on request what is sent to whom."""
+    """The beginning of a round: who takes part, and on request what is sent to whom."""
+
+    if not payloads and engine.strategy.select is None:
+        return lambda constants, progress: (uniform_plan(constants.problem, constants.key, progress.round), None)
 
     def begin(constants, progress):
         if not payloads:
@@ -31,6 +34,12 @@ def beginning(engine, payloads):
         return plan, rows.payload
 
     return jax.jit(begin)
+
+
+@jax.jit  # strategies share it
+def uniform_plan(problem, key, round):
+    cohort = one_round.select_uniformly(problem, one_round.round_key(key, one_round.SELECT, round))
+    return one_round.CohortPlan(cohort, None)
 
 
 class Transcription:
@@ -117,12 +126,38 @@ class Transcription:
 def transcription(engine):
     """(strategy, hyper) -> Transcription."""
     torch = pytest.importorskip("torch", reason="the equations are written in PyTorch: pip install 'fedjax_mr[parity]'")
+    torch.set_num_threads(1)  # of several, all but one would wait, because tensors have a few numbers
 
     def make(strategy, hyper=None, **federation):
         settings = FEDERATION | federation
         return Transcription(engine(strategy, "perceptron", hyper=hyper, **settings), torch, **federation)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def sent_after():
+    """(strategy, problem) -> the models [K, ...] that a server sends after two rounds with random uploads.
+
+    Two methods whose clients train alike are the same if their servers send the same, and no client need train.
+    """
+
+    def sent(strategy, problem):
+        rng, cohort = np.random.default_rng(0), first_cohort(problem)
+        shapes = jax.tree.map(lambda leaf: (2, problem.cohort_size, *leaf.shape), problem.model.shapes())
+        uploads = jax.tree.map(lambda shape: rng.random(shape, np.float32), shapes, is_leaf=lambda x: type(x) is tuple)
+
+        @jax.jit
+        def after(uploads, key):
+            state = strategy.init(key)
+            for round in range(2):
+                models, own = {"model": trees.take(uploads, round)}, jax.random.fold_in(key, round)
+                state, _ = strategy.server_update(state, models, cohort, jnp.int32(round), own)
+            return strategy.dispatch(state, cohort, key)["model"]
+
+        return after(uploads, jax.random.key(0))
+
+    return sent
 
 
 class Layer(nn.Module):
@@ -207,6 +242,13 @@ class Tiny:
         """The upload, memory and metrics of a client."""
         data = Tiny.client() if data is None else data
         return strategy.client_update(payload, memory, data, jnp.int32(round), jax.random.key(key))
+
+    @staticmethod
+    def train_in_one_program(strategy, payload, memory=None, *, data=None):
+        """As `train`, for clients whose operations hardly any other test has: one by one they compile longer."""
+        data = Tiny.client() if data is None else data
+        train = jax.jit(lambda payload, memory: Tiny.train(strategy, payload, memory, data=data))
+        return train(payload, memory)
 
 
 def in_full_batches(local_step, setting, start, data, key):

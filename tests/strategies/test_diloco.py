@@ -7,7 +7,10 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import STRATEGIES, fedavg
+from fedjax_mr.experiment.build import simulator_of
+from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.strategies import STRATEGIES, diloco, fedavg, fedmr
 from fedjax_mr.strategies.diloco import Hyper
 from fedjax_mr.strategies.parts import averaging
 from fedjax_mr.strategies.transforms import keep_optimizer
@@ -51,25 +54,24 @@ def test_with_one_step_of_sgd_it_is_the_gradient_step_of_fedavg(close):
 
 
 @jax.numpy_dtype_promotion("standard")  # optax's Adam divides by 1 - decay**count, a float to an integer power
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "schedule_free"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw", "schedule_free"])
 def test_a_client_that_keeps_its_optimizer_trains_as_without_a_break(optimizer, close):
-    """With one client, two rounds of one step are one round of two steps."""
+    """With one client, two rounds of one step are one round of two steps. Without the memory they are not."""
 
-    def train(rounds, steps):
+    def keeping(steps):
         setting = local.setting(optimizer, lr=0.05, momentum=0.5, steps=steps, batch_size=12)
-        one = federated((9,))
         kept = lambda _, problem: keep_optimizer(averaging(problem), problem)
-        run = fmr.Simulator(kept, network_of("linear"), one, cohort=1, local=setting, devices=1)
-        return run.run(run.init(), rounds)[0]
+        return fmr.Simulator(kept, network_of("linear"), federated((9,)), cohort=1, local=setting, devices=1)
 
-    apart, together = train(2, 1), train(1, 2)
+    one, two = keeping(1), keeping(2)
+    start = jax.device_get(one.init())
+    middle = jax.device_get(one.run(one.rounds.place(start), 1)[0])
+    again = lambda progress: jax.device_get(one.run(one.rounds.place(progress), 1)[0])
+    apart, together = again(middle), two.run(two.init(), 1)[0]
     close(apart.memory, together.memory)
     if optimizer != "schedule_free":  # whose gradients are not those of the uploaded mean
         close(apart.server, together.server)
-    fresh = federated((9,))
-    setting = local.setting(optimizer, lr=0.05, momentum=0.5, steps=1, batch_size=12)
-    without = fmr.Simulator("fedavg", network_of("linear"), fresh, cohort=1, local=setting, devices=1)
-    new = without.run(without.init(), 2)[0].server
+    new = again(middle._replace(memory=start.memory)).server
     assert any(np.any(np.abs(a - b) > 1e-6) for a, b in zip(*map(jax.tree.leaves, (new, apart.server)), strict=True))
 
 
@@ -81,17 +83,25 @@ def test_methods_whose_clients_do_more_than_train_are_refused(engine):
             keep_optimizer(row.build(row.hyper(), problem), problem)
 
 
-def test_the_flag_keeps_the_velocity(tmp_path):
-    def last_loss(keep):
-        config = fmr.Config(
-            dataset="digits", model="logistic", clients=4, cohort=4, rounds=2, local_epochs=1, batch_size=200,
-            keep_optimizer=keep, run_dir=str(tmp_path / str(keep)), progress=False, devices=1,
-        )  # fmt: skip
-        return fmr.run(config).rows[-1]["train_loss"]
+def test_the_flag_keeps_the_velocity():
+    def kept(keep):
+        config = fmr.Config(dataset="digits", model="logistic", clients=4, cohort=4, keep_optimizer=keep, devices=1)
+        config, user_objects, _ = resolve(config)
+        federated = federated_data(config)
+        config, network = user_objects.build(config, federated)
+        return simulator_of(config, federated, network).rounds.shapes().memory
 
-    assert last_loss(True) != last_loss(False)
+    assert kept(False) is None
+    assert {leaf.shape for leaf in jax.tree.leaves(kept(True).state)} == {(4, 10), (4, 64, 10)}  # of four clients
 
 
+def test_the_server_of_recombined_models_without_an_outer_velocity_is_that_of_fedmr(federation, close, sent_after):
+    problem = federation("linear").problem
+    ours = diloco.build(Hyper(combine="recombine", outer_lr=1.0, outer_momentum=0.0), problem)
+    close(sent_after(ours, problem), sent_after(fedmr.build(fedmr.Hyper(), problem), problem))
+
+
+@pytest.mark.slow  # quick: the server
 def test_recombined_models_each_have_an_outer_optimizer(engine, close):
     one = engine("diloco", "linear", hyper=Hyper(combine="recombine", outer_lr=1.0, outer_momentum=0.0))
     other = engine("fedmr", "linear")

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 
 from fedjax_mr import trees
 from fedjax_mr.engine.clients import CLIENTS, ClientAxis
-from fedjax_mr.strategies import fedavg
+from fedjax_mr.strategies import dpsgd, fedavg
 from fedjax_mr.strategies.dpsgd import Hyper
 from fedjax_mr.strategies.graphs import graph_of
+from fedjax_mr.strategies.parts import Models
 
 
 def mixed(models, weights):
@@ -23,8 +24,14 @@ def mixed(models, weights):
     ]
 
 
-@pytest.mark.parametrize("order", ["train", "mix"])
-@pytest.mark.parametrize("name", ["ring", "one_peer"])
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("ring", "train"),
+        ("one_peer", "mix"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("ring", "mix"), ("one_peer", "train"))),
+    ],
+)
 def test_three_rounds_equal_the_equations(transcription, name, order):
     hyper = Hyper(graph=name, order=order)
     by_hand = transcription("dpsgd", hyper, cohort=4)
@@ -64,7 +71,25 @@ def test_with_some_clients_only_these_average(transcription):
     assert 0 < apart < 8  # both cases
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_the_exchange_on_the_complete_graph_is_the_mean_of_fedavg(federation, close, sent_after):
+    problem = federation("normed", cohort=6).problem
+    ours, average = (
+        each.build(hyper, problem)
+        for each, hyper in ((dpsgd, Hyper(graph="complete")), (fedavg, fedavg.Hyper(weights="uniform")))
+    )
+    close(sent_after(ours, problem), sent_after(average, problem))
+
+
+def test_the_mean_of_all_models_is_deployed(federation, close):
+    problem = federation("normed", cohort=3).problem
+    rng, shapes = np.random.default_rng(0), problem.model.shapes()
+    models = jax.tree.map(lambda leaf: rng.random((6, *leaf.shape), np.float32), shapes)
+    deployed = jax.jit(dpsgd.build(Hyper(), problem).global_model)(Models(models))
+    close(deployed, jax.tree.map(lambda leaf: leaf.mean(axis=0), models))
+
+
+@pytest.mark.slow  # quick: the exchange
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_on_the_complete_graph_it_is_fedavg_with_all_clients(engine, close, network):
     ours = engine("dpsgd", network, hyper=Hyper(graph="complete"), cohort=6)
     average = engine("fedavg", network, hyper=fedavg.Hyper(weights="uniform"), cohort=6)

@@ -1,10 +1,12 @@
 """FedALA against its equations, and its special cases."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.strategies import fedala
 from fedjax_mr.strategies.fedala import Hyper
 
 
@@ -46,6 +48,22 @@ def test_five_rounds_equal_the_equations(transcription, layers):
     assert moved > 0.1 and len(learnt) > 1
 
 
+def test_with_a_rate_of_zero_the_start_of_a_trained_client_is_the_global_model(federation, close):
+    known = federation("normed")
+    strategy = fedala.build(Hyper(rate=0.0), known.problem)
+
+    @jax.jit
+    def received_and_start(key):
+        state = strategy.init(key)
+        last = jax.tree.map(lambda leaf: leaf + 1, state.model)
+        memory = strategy.init_memory(key, jnp.int32(0))._replace(model=last, trained=jnp.ones((), bool))
+        return state.model, strategy.personal_model(state, memory, known.client(0), key)
+
+    received, start = received_and_start(jax.random.key(0))
+    close(start, received)
+
+
+@pytest.mark.slow  # quick: the start
 def test_with_a_rate_of_zero_the_clients_start_from_the_global_model(engine, close):
     ours, average = engine("fedala", hyper=Hyper(rate=0.0)), engine("fedavg")
     close(ours.run(ours.init(), 3)[0].server.model, average.run(average.init(), 3)[0].server.model)

@@ -77,7 +77,7 @@ def test_a_client_lowers_each_logit_by_tau_over_the_fourth_root_of_its_own_count
     """Client 1 has 16 samples of class 0, one of class 1, and none of class 2, which leaves the softmax."""
     problem = tiny.problem(classes=3, counts=[[1, 1, 1], [16, 1, 0], [9, 9, 9]])
     data, start = tiny.client(client_id=1), {"model": tiny.model(np.zeros((2, 3)))}
-    upload, _, metrics = tiny.train(fedlc.build(Hyper(0.8), problem), start, data=data)
+    upload, _, metrics = tiny.train_in_one_program(fedlc.build(Hyper(0.8), problem), start, data=data)
     share = 1 / (1 + np.exp(0.4 - 0.8))  # of the label, class 0
     assert float(metrics.loss) == pytest.approx(-np.log(share))
     np.testing.assert_allclose(tiny.head(upload["model"]), [[1 - share, share - 1, 0], [0, 0, 0]], rtol=1e-5)

@@ -65,7 +65,7 @@ def test_the_loss_compares_the_other_classes_of_the_received_and_the_trained_net
     beta, tau, lr = 2.0, 0.5, 3.0
     start = np.array([[0.0, np.log(2), 0.0], [0.0, 0.0, 0.0]])  # shares 1/4, 2/4, 1/4
     once, twice = (
-        tiny.train(
+        tiny.train_in_one_program(
             fedntd.build(Hyper(beta, tau), tiny.problem(steps=steps, lr=lr, classes=3)), {"model": tiny.model(start)}
         )
         for steps in (1, 2)

@@ -58,7 +58,7 @@ def test_if_all_arrive_at_one_learning_rate_it_is_fedavg(engine, close):
 def test_a_clients_step_is_scaled_by_the_factor_it_receives(tiny):
     strategy = fedsa.build(fedsa.Hyper(), tiny.problem(lr=0.5))
     payload = {"model": tiny.model(np.zeros((2, 2))), "lr_factor": jnp.float32(3.0)}
-    upload, _, _ = tiny.train(strategy, payload)
+    upload, _, _ = tiny.train_in_one_program(strategy, payload)
     np.testing.assert_allclose(tiny.head(upload["model"]), [[0.5 * 3 / 2, -0.5 * 3 / 2], [0, 0]], rtol=1e-6)
 
 
@@ -69,7 +69,7 @@ def test_the_factor_scales_the_step_and_not_the_gradient(tiny):
     adam = dataclasses.replace(local.setting(lr=0.5, optimizer="adam", epochs=1, batch_size=8), max_size=8)
     strategy = fedsa.build(fedsa.Hyper(), dataclasses.replace(problem, local=adam))
     payload = {"model": tiny.model(np.zeros((2, 2))), "lr_factor": jnp.float32(3.0)}
-    upload, _, _ = tiny.train(strategy, payload)
+    upload, _, _ = tiny.train_in_one_program(strategy, payload)
     np.testing.assert_allclose(tiny.head(upload["model"]), [[1.5, -1.5], [0, 0]], rtol=1e-5)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.client import local
-from fedjax_mr.strategies import Cohort, fedsubavg
+from fedjax_mr.strategies import Cohort, fedavg, fedsubavg
 from fedjax_mr.strategies.fedsubavg import Hyper, State
 
 CLIENTS, FILMS = 4, 6
@@ -87,12 +87,22 @@ def test_the_heat_approaches_the_clients_that_have_a_feature(simulator):
     assert seen[0] == 12 and seen[4] == seen[5] == 0
 
 
+def test_the_server_without_embeddings_is_that_of_fedavg(federation, close, sent_after):
+    problem = federation("normed").problem
+    ours, average = fedsubavg.build(Hyper(), problem), fedavg.build(fedavg.Hyper(), problem)
+    close(sent_after(ours, problem), sent_after(average, problem))
+    state = jax.eval_shape(ours.init, jax.random.key(0))
+    assert isinstance(state, State) and state.heat == {}
+
+
+@pytest.mark.slow  # quick: the server
 def test_without_embeddings_it_is_fedavg(engine, close):
     ours, average = engine("fedsubavg", "thin"), engine("fedavg", "thin")
     close(ours.run(ours.init(), 2)[0].server.model, average.run(average.init(), 2)[0].server.model)
     assert isinstance(ours.init().server, State) and ours.init().server.heat == {}
 
 
+@pytest.mark.slow  # quick: the mean of changes by hand, and the rows that a training changes
 def test_rare_rows_move_further_than_in_fedavg(simulator):
     """Film 3 belongs to one client of four: FedAvg moves it by a share of what FedSubAvg moves it."""
     moved = {}

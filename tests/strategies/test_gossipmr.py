@@ -16,10 +16,16 @@ from fedjax_mr.testing.federations import first_cohort, random_like
 UNDIRECTED = [name for name in GRAPHS if name not in ("exponential", "one_peer")]
 
 
+def drawn_pairs(graph, count, active):
+    """The pairs of neighbours of each of the units [count, N], in one program."""
+    draw = jax.jit(lambda active, key: gossipmr.pairs(graph, count, jnp.int32(0), active, key))
+    return np.asarray(draw(active, jax.random.key(0)))
+
+
 @pytest.mark.parametrize("name", UNDIRECTED)
 def test_units_are_swapped_by_disjoint_pairs_of_active_neighbours(name):
     graph, active = graph_of(Hyper(graph=name), 8, 5), np.arange(8) != 2
-    found = np.asarray(gossipmr.pairs(graph, 200, jnp.int32(0), jnp.asarray(active), jax.random.key(0)))
+    found = drawn_pairs(graph, 200, active)
     clients = np.arange(8)
     for permutation in found:
         np.testing.assert_array_equal(permutation[permutation], clients)
@@ -31,7 +37,7 @@ def test_units_are_swapped_by_disjoint_pairs_of_active_neighbours(name):
 
 def test_all_edges_of_a_ring_are_equally_likely():
     graph = graph_of(Hyper(), 6, 6)
-    found = np.asarray(gossipmr.pairs(graph, 6000, jnp.int32(0), jnp.ones(6, bool), jax.random.key(1)))
+    found = drawn_pairs(graph, 6000, np.ones(6, bool))
     share = (found == (np.arange(6) + 1) % 6).mean(axis=0)
     np.testing.assert_allclose(share, 1 / 3, atol=0.03)  # an edge is the smallest of three
 
@@ -48,8 +54,12 @@ def test_a_round_keeps_the_copies_of_each_tensor_and_says_what_it_sent(engine):
         rows = lambda leaf: collections.Counter(np.asarray(row).tobytes() for row in leaf)
         assert rows(old) == rows(mixed)
         moved += sum(np.any(a != b) * a.nbytes for a, b in zip(np.asarray(old), np.asarray(mixed), strict=True))
-    traffic = strategy.traffic(usual_traffic({}, {"model": uploads}), state, {"model": uploads}, cohort, jnp.int32(3))
-    assert traffic.num_bytes() == (0, 0, moved) and moved > 0
+
+    @jax.jit
+    def traffic(state, uploads, round):
+        return strategy.traffic(usual_traffic({}, {"model": uploads}), state, {"model": uploads}, cohort, round)
+
+    assert traffic(state, uploads, jnp.int32(3)).num_bytes() == (0, 0, moved) and moved > 0
     spread = lambda models: sum(np.sum(np.var(leaf, axis=0)) for leaf in jax.tree.leaves(models["params"]))
     np.testing.assert_allclose(float(info["consensus"]) ** 2, spread(uploads), rtol=1e-4)
 
@@ -57,7 +67,7 @@ def test_a_round_keeps_the_copies_of_each_tensor_and_says_what_it_sent(engine):
 def test_in_expectation_it_averages_like_dpsgd_with_other_weights():
     """The mean of the permutations is a symmetric matrix on the edges of the graph whose rows sum to one."""
     graph = graph_of(Hyper(graph="torus"), 9, 9)
-    found = np.asarray(gossipmr.pairs(graph, 4000, jnp.int32(0), jnp.ones(9, bool), jax.random.key(2)))
+    found = drawn_pairs(graph, 4000, np.ones(9, bool))
     expected = np.eye(9)[found].mean(axis=0)
     np.testing.assert_allclose(expected, expected.T, atol=0.03)
     np.testing.assert_array_equal(expected[~np.eye(9, dtype=bool)] > 0, graph.weights[0][~np.eye(9, dtype=bool)] > 0)

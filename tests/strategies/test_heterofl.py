@@ -133,9 +133,9 @@ def test_the_inputs_of_a_normalisation_are_divided_in_training(federation):
 def test_widths_are_dealt_to_clients_by_their_numbers(federation):
     """Six clients and three widths: 0 and 1 are wide, 4 and 5 narrow, whatever their places in the cohort."""
     each, problem = strategy(federation, "perceptron", widths=WIDTHS)
-    model = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), problem.model.shapes())
-    cohort = heterofl.Cohort(jnp.array([5, 0, 3], jnp.int32), jnp.ones(3))
-    sent = each.dispatch(heterofl.GlobalModel(model), cohort, None)
+    model = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), problem.model.shapes())
+    cohort = heterofl.Cohort(np.array([5, 0, 3], np.int32), np.ones(3, np.float32))
+    sent = jax.jit(each.dispatch)(heterofl.GlobalModel(model), cohort, None)
     assert sent["level"].tolist() == [2, 0, 1]
     assert np.count_nonzero(sent["model"]["params"]["hidden"]["dense"]["bias"], axis=1).tolist() == [1, 5, 2]
 

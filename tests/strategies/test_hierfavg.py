@@ -7,6 +7,7 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
+from fedjax_mr.strategies import fedavg, hierfavg
 from fedjax_mr.strategies.hierfavg import Hyper
 from fedjax_mr.strategies.parts import Models
 from fedjax_mr.testing.federations import first_cohort
@@ -31,7 +32,15 @@ def test_four_rounds_equal_the_equations(transcription):
     assert lonely > 0
 
 
-@pytest.mark.parametrize("network", ["linear", pytest.param("thin", marks=pytest.mark.slow)])
+def test_the_server_with_one_edge_is_that_of_fedavg(federation, close, sent_after):
+    """In a round of the edge and in one of the cloud."""
+    problem = federation("normed").problem
+    ours, average = hierfavg.build(Hyper(edges=1, period=2), problem), fedavg.build(fedavg.Hyper(), problem)
+    close(sent_after(ours, problem), sent_after(average, problem))
+
+
+@pytest.mark.slow  # quick: the server
+@pytest.mark.parametrize("network", ["linear", "thin"])
 def test_one_edge_is_fedavg(engine, close, network):
     ours, average = engine("hierfavg", network, hyper=Hyper(edges=1)), engine("fedavg", network)
     (found, _), (expected, _) = ours.run(ours.init(), 3), average.run(average.init(), 3)
@@ -39,7 +48,7 @@ def test_one_edge_is_fedavg(engine, close, network):
 
 
 def test_an_edge_without_clients_in_a_round_keeps_its_model(engine):
-    one = engine("hierfavg", "linear", hyper=Hyper(edges=6, period=100))
+    one = engine("hierfavg", "linear", hyper=Hyper(edges=6, period=2))
     progress = one.init()
     before = jax.device_get(progress.server.models)
     progress, _ = one.run(progress, 1)
@@ -51,14 +60,14 @@ def test_an_edge_without_clients_in_a_round_keeps_its_model(engine):
 
 
 def test_the_cloud_costs_two_models_per_edge_in_its_rounds(engine):
-    one = engine("hierfavg", "linear", hyper=Hyper(edges=2, period=2))
+    one = engine("hierfavg", "linear", hyper=Hyper(edges=6, period=2))
     size = trees.num_bytes(one.constants.problem.model.shapes())
     progress, seen = one.init(), []
     for _ in range(4):
         progress, report = one.run(progress, 1)
         seen.append(report.traffic.num_bytes())
     edge = (3 * size, 3 * size)
-    assert seen == [(*edge, 0), (*edge, 4 * size)] * 2
+    assert seen == [(*edge, 0), (*edge, 2 * 6 * size)] * 2
 
 
 @pytest.mark.parametrize("cloud", ["recombine", "cross"])

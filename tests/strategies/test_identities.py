@@ -84,12 +84,10 @@ def test_one_client_alone_is_plain_sgd(engine, close, strategy):
 
 @pytest.mark.parametrize(("clients", "cohort"), [(20, 5), (20, 20), (50_000, 100)])
 def test_uniform_selection_takes_the_largest_words(clients, cohort):
-    sizes = jnp.arange(clients, dtype=jnp.int32)
-    problem: Any = SimpleNamespace(num_clients=clients, cohort_size=cohort, sizes=sizes, present=None)
-    select = jax.jit(lambda key: select_uniformly(problem, key))
+    sizes = np.arange(clients, dtype=np.int32)
+    problem: Any = SimpleNamespace(num_clients=clients, cohort_size=cohort, sizes=jnp.asarray(sizes), present=None)
+    select = jax.jit(lambda key: (select_uniformly(problem, key), jax.random.bits(key, (clients,))))
     for seed in range(5):
-        key = jax.random.key(seed)
-        words = np.asarray(jax.random.bits(key, (clients,)))
-        chosen = select(key)
+        chosen, words = jax.device_get(select(jax.random.key(seed)))
         np.testing.assert_array_equal(chosen.ids, np.argsort(-words.astype(np.int64), kind="stable")[:cohort])
         np.testing.assert_array_equal(chosen.sizes, chosen.ids)

@@ -8,8 +8,14 @@ from fedjax_mr import trees
 from fedjax_mr.strategies.ifca import Hyper
 
 
-@pytest.mark.parametrize("shared", ["none", "body"])
-@pytest.mark.parametrize("average", ["model", "gradient"])
+@pytest.mark.parametrize(
+    ("average", "shared"),
+    [
+        ("model", "body"),
+        ("gradient", "none"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("model", "none"), ("gradient", "body"))),
+    ],
+)
 def test_three_rounds_equal_the_equations(transcription, average, shared):
     by_hand = transcription("ifca", Hyper(clusters=3, average=average, shared=shared))
     models = [by_hand.read(trees.take(by_hand.progress.server.models, number)) for number in range(3)]

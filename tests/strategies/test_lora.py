@@ -60,9 +60,9 @@ def two_layers(hidden=2, **options):
 def by_hand(name, hyper=None, *, weight_decay=0.0, **options):
     """A strategy of three clients with 1, 3 and 2 samples, two of which train per round."""
     model, row = two_layers(**options), STRATEGIES[name]
-    sizes, none = jnp.array([1, 3, 2]), jnp.zeros((3, 2))
+    sizes, none = np.array([1, 3, 2], np.int32), np.zeros((3, 2), np.int32)
     setting = local.setting(lr=LR, momentum=0.0, weight_decay=weight_decay, epochs=1)
-    problem = Problem(model, setting, 3, 2, 2, (), sizes, none, jnp.zeros(3, jnp.int32))
+    problem = Problem(model, setting, 3, 2, 2, (), sizes, none, np.zeros(3, np.int32))
     return row.build(hyper or (row.hyper and row.hyper()), problem)
 
 
@@ -72,16 +72,16 @@ def model_of(a=A_START, b=((0.0, 0.0), (0.0, 0.0)), head=HEAD_KERNEL):
     tree = {}
     for (layer, leaf), value in leaves.items():
         if value is not None:
-            tree.setdefault(layer, {})[leaf] = jnp.array(value)
+            tree.setdefault(layer, {})[leaf] = np.array(value, np.float32)
     return {"params": tree}
 
 
 def stacked(*models):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *models)
 
 
 def cohort_of(*clients):
-    return Cohort(jnp.array(clients), jnp.array([1, 3, 2])[jnp.array(clients)])
+    return Cohort(np.array(clients, np.int32), np.array([1, 3, 2], np.int32)[np.array(clients)])
 
 
 def pick(variables, *path):
@@ -354,8 +354,8 @@ def test_hetlora_takes_a_norm_for_each_matrix_or_for_each_client(norms, shares):
 
     def model(first, second):
         pair = lambda size: {
-            "lora_a": jnp.array([[size, 0.0], [0.0, 0.0]]),
-            "lora_b": jnp.array([[1.0, 0.0], [0.0, 0.0]]),
+            "lora_a": np.float32([[size, 0], [0, 0]]),
+            "lora_b": np.float32([[1, 0], [0, 0]]),
         }
         return {"params": {"body": pair(first), "last": pair(second)}}
 
@@ -416,15 +416,16 @@ with_head = functools.partial(adapted, head=True)
 def parts_of(name, *, hyper=None, head=False):
     """The strategy, its problem and a cohort; the clients' sizes are the weights."""
     problem, row = problem_of(with_head if head else adapted), STRATEGIES[name]
-    cohort = Cohort(jnp.array([4, 0, 2]), problem.sizes[jnp.array([4, 0, 2])])
+    clients = np.array([4, 0, 2], np.int32)
+    cohort = Cohort(clients, np.asarray(problem.sizes)[clients])
     return row.build(hyper or (row.hyper and row.hyper()), problem), problem, cohort
 
 
 def after_a_round(name, round=0, uploads=None, **options):
     """The state before and after a round with random uploads, and the uploads."""
     strategy, problem, cohort = parts_of(name, **options)
-    state = strategy.init(KEY)
-    uploads = {"model": random_models(problem.model, K)} if uploads is None else uploads
+    state = jax.jit(strategy.init)(KEY)
+    uploads = {"model": jax.device_get(random_models(problem.model, K))} if uploads is None else uploads
     new, _ = jax.jit(strategy.server_update)(state, uploads, cohort, jnp.int32(round), KEY)
     return state, new, uploads["model"]
 
@@ -484,13 +485,18 @@ def test_fedit_errs_by_the_covariance_of_the_factors():
     strategy, problem, cohort = parts_of("fedit")
     _, new, models = after_a_round("fedit")
     tree_equal(new, after_a_round("fedavg")[1])
-    weights = cohort.sizes / jnp.sum(cohort.sizes)
-    wanted = adapters.mean_changes(problem.model, models, weights=cohort.sizes)
-    got = adapters.changes(problem.model, strategy.global_model(new))
+    weights = cohort.sizes / np.sum(cohort.sizes)
+
+    @jax.jit
+    def wanted_and_got(models, new):
+        wanted = adapters.mean_changes(problem.model, models, weights=cohort.sizes)
+        return wanted, adapters.changes(problem.model, strategy.global_model(new))
+
+    both = jax.device_get(wanted_and_got(models, new))
     for path, a, b in adapters.pairs(models):
-        centred = [each - jnp.tensordot(weights, each, axes=1)[None] for each in (a, b)]
-        cov = 2.0 * jnp.einsum("k,kir,kro->io", weights, *centred)  # alpha / r is 2
-        wanted_kernel, kernel = (tree[path[0]][path[1]]["kernel"] for tree in (wanted, got))
+        centred = [each - np.tensordot(weights, each, axes=1)[None] for each in (a, b)]
+        cov = 2.0 * np.einsum("k,kir,kro->io", weights, *centred)  # alpha / r is 2
+        wanted_kernel, kernel = (tree[path[0]][path[1]]["kernel"] for tree in both)
         tree_close(wanted_kernel - kernel, cov, atol=1e-5)
 
 

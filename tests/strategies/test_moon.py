@@ -63,7 +63,7 @@ def trained_once(tiny, *, before, hidden=IDENTITY, trained=True, mu=3.0, lr=0.1,
     strategy = moon.build(Hyper(mu, 0.5), tiny.problem(steps=steps, lr=lr, width=2))
     received, memory = (tiny.model(np.zeros((2, 2)), each) for each in (hidden, before))
     data = tiny.client(x=[[1.0, 0.0], [0.0, 5.0]], y=[0, 1], size=1)  # the second row is padding
-    return tiny.train(strategy, {"model": received}, LastModel(memory, jnp.asarray(trained)), data=data)
+    return tiny.train_in_one_program(strategy, {"model": received}, LastModel(memory, np.asarray(trained)), data=data)
 
 
 def test_a_step_turns_the_representation_away_from_that_of_the_clients_last_model(tiny):

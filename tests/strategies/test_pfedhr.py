@@ -51,6 +51,13 @@ def key(taught):
     return round_key(one.constants.key, HOST, 1)
 
 
+@pytest.fixture(scope="module")
+def data_of(taught):
+    """client -> its data, on the host as in a run."""
+    one, _ = taught
+    return one.constants._replace(federation=jax.device_get(one.constants.federation)).client
+
+
 TUNED = Piece(None, {}, inherited=False)  # the mark of a chain that `Spy.train` has tuned
 
 
@@ -339,12 +346,12 @@ def test_teachers_are_for_the_clients_of_the_round(taught):
     assert int(report.info["taught"]) == len([client for client in both if first.server.teacher_size[client]])
 
 
-def test_the_teachers_logits_are_those_of_the_matched_candidate(taught, reassembler, key):
+def test_the_teachers_logits_are_those_of_the_matched_candidate(taught, reassembler, key, data_of):
     """Made once more with the same key: the candidate of the highest mean cosine, on the client's own samples."""
     one, rounds = taught
     progress, report = rounds[0]
     server = progress.server
-    new, reported = reassembler.teach(server, key, one.constants.client)
+    new, reported = reassembler.teach(server, key, data_of)
     models = server.models
     networks = [
         pfedhr.client_blocks(
@@ -360,8 +367,8 @@ def test_the_teachers_logits_are_those_of_the_matched_candidate(taught, reassemb
     for row, client in enumerate(report.info["clients"]):
         best = result.logit_similarity[row].argmax()
         assert reported["teachers"][row] == best
-        data = one.constants.client(client)
-        rows = np.asarray(data.index)[int(data.offset) :][: int(data.size)]
+        data = data_of(client)
+        rows = data.index[data.offset :][: data.size]
         own = jax.device_put(one.constants.problem.public)._replace(x=data.samples.x[rows], y=None)
         logits = reassembler.programs.logits(result.chains[best], own)
         np.testing.assert_allclose(new.teaching[client, : len(rows)], logits, rtol=1e-5, atol=1e-6)
@@ -460,11 +467,11 @@ def test_the_first_network_is_the_one_that_memory_starts_with(engine, close, net
     close(ours.memory.model, theirs.memory.model)
 
 
-def test_programs_are_kept_over_the_rounds(taught, reassembler, key):
+def test_programs_are_kept_over_the_rounds(taught, reassembler, key, data_of):
     """The reassembly of the first round, repeated after the second, compiles nothing."""
-    one, rounds = taught
+    _, rounds = taught
     traces = reassembler.programs.traces
-    reassembler.teach(rounds[0][0].server, key, one.constants.client)
+    reassembler.teach(rounds[0][0].server, key, data_of)
     assert reassembler.programs.traces == traces
 
 
@@ -479,14 +486,14 @@ def test_traffic_counts_networks(taught):
     assert peer == 0
 
 
-def test_the_latest_teachers_stay(taught, reassembler, key):
+def test_the_latest_teachers_stay(taught, reassembler, key, data_of):
     """The teachers of a round are assigned again after all clients had one; the others keep theirs."""
-    one, rounds = taught
+    _, rounds = taught
     progress, report = next(each for each in rounds if each[1].info["candidates"])
     latest = copy.copy(reassembler)
     latest.hyper = dataclasses.replace(reassembler.hyper, teachers="latest")
     before = progress.server._replace(teacher_size=np.full(6, 7, np.int32))
-    new, _ = latest.teach(before, key, one.constants.client)
+    new, _ = latest.teach(before, key, data_of)
     others = np.setdiff1d(np.arange(6), report.info["clients"])
     assert np.flatnonzero(np.asarray(new.teacher_size) == 7).tolist() == others.tolist()
     assert np.all(np.asarray(new.teacher_size) > 0)

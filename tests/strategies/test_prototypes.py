@@ -170,8 +170,8 @@ def test_fedtgps_server_pulls_its_prototypes_to_the_clients_and_pushes_other_cla
     """
     monkeypatch.setattr(prototypes, "PrototypeGenerator", Direct)
     federation, key = tokens([[0, 1], [1], [0, 1]], batch_size=3), jax.random.key(1)
-    uploads = {"means": jnp.array([[[0.0, 0], [0, 3]], [[7, 7], [0, 5]], [[0, 0], [0, 4]]])}
-    uploads["counts"] = jnp.array([[4.0, 1], [0, 9], [2, 2]])
+    uploads = {"means": np.float32([[[0, 0], [0, 3]], [[7, 7], [0, 5]], [[0, 0], [0, 4]]])}
+    uploads["counts"] = np.float32([[4, 1], [0, 9], [2, 2]])
     start = np.array([[2, 0], [0, 4.5]], np.float32)
 
     def slope(g, pairs):
@@ -186,7 +186,7 @@ def test_fedtgps_server_pulls_its_prototypes_to_the_clients_and_pushes_other_cla
 
     strategy = prototypes.fedtgp(FedTGP(server_lr=0.5, server_epochs=2, margin=100.0), federation.problem)
     state = State(start, np.array([False, False]), {"params": start})
-    new, _ = strategy.server_update(state, uploads, federation.cohort, 0, key)
+    new, _ = jax.jit(lambda *sent: strategy.server_update(*sent, federation.cohort, 0, key))(state, uploads)
     g, orders, rows = start.astype(np.float64), [], {0: (0, 0), 1: (0, 3), 3: (0, 5), 4: (0, 0), 5: (0, 4)}
     for epoch in range(2):
         draws = np.asarray(jax.random.uniform(jax.random.fold_in(key, epoch), (6,)))

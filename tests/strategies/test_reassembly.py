@@ -317,8 +317,8 @@ def test_adaptive_averages_are_pytorchs():
 def test_a_stitch_is_relu_of_a_mixture_of_channels():
     """Channels (x, y) become (x, -y) + (0, 1/2); the mean of four positions, or copies of one."""
     variables = {"params": {"dense": {"kernel": np.diag([1.0, -1.0]), "bias": np.array([0.0, 0.5])}}}
-    variables = jax.tree.map(jnp.float32, variables)
-    apply = lambda stitch, x: np.asarray(stitch.apply(variables, jnp.asarray(x, jnp.float32))).tolist()
+    variables = jax.tree.map(np.float32, variables)
+    apply = lambda stitch, x: np.asarray(jax.jit(stitch.apply)(variables, np.float32(x))).tolist()
     assert apply(stitches.ChannelStitch((2,)), [[2, 3], [-1, -3]]) == [[2, 0], [0, 3.5]]
     assert apply(stitches.ChannelStitch((2,), relu=False), [[2, 3], [-1, -3]]) == [[2, -2.5], [-1, 3.5]]
     maps = [[[[1, 1], [2, -1]], [[3, 0], [6, -4]]]]  # 2 x 2 positions with the mean (3, -1)
@@ -469,11 +469,11 @@ def test_training_learns_and_changes_nothing_else(zoo, programs):
 
 def test_inherited_pieces_are_frozen_with_their_statistics_if_only_stitches_are_tuned():
     """An inherited normalisation, whose running mean otherwise moves by a tenth to the mean (4, 8), and a new head."""
-    x = jnp.array([[0.0, 8], [8, 8], [4, 8]])
-    public = Samples(x, jnp.array([0, 1, 1]), jnp.ones(1), jnp.zeros(1))
+    x = np.float32([[0, 8], [8, 8], [4, 8]])
+    public = Samples(x, np.int32([0, 1, 1]), np.ones(1, np.float32), np.zeros(1, np.float32))
     programs = PiecePrograms(lr=0.1)
-    statistics = {"mean": jnp.zeros(2), "var": jnp.ones(2)}
-    params = {"scale": jnp.ones(2), "bias": jnp.zeros(2)}
+    zeros, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
+    statistics, params = {"mean": zeros, "var": ones}, {"scale": ones, "bias": zeros}
     inherited = Piece(layers.BatchNorm(), {"params": params, "batch_stats": statistics})
     new = programs.init(head(2, initialisation="torch"), (2,), jax.random.key(0))
 
@@ -550,10 +550,9 @@ def test_a_view_without_change_is_the_image_and_otherwise_its_mirror_in_grey(mon
 
 def test_views_are_of_raw_pixels_and_have_their_range(monkeypatch):
     """Between, they are images of 0 to 1; each image has a key of its own."""
-    x, seen = jnp.array([[[[10], [30]]], [[[110], [20]]]], jnp.uint8), []
-    monkeypatch.setattr(contrastive, "_view", lambda key, image: seen.append(image) or image * 1.25)
-    with jax.disable_jit():
-        result = contrastive.view(jax.random.key(0), x, low=10.0, high=110.0)
+    x = np.array([[[[10], [30]]], [[[110], [20]]]], np.uint8)
+    monkeypatch.setattr(contrastive, "_view", lambda key, image: image * 1.25)
+    result = jax.jit(functools.partial(contrastive.view, low=10.0, high=110.0))(jax.random.key(0), x)
     assert result.tolist() == [[[[10], [35]]], [[[110], [22.5]]]]  # clipped to the range
     vectors = jnp.ones((2, 3))
     assert contrastive.view(jax.random.key(0), vectors, low=0.0, high=1.0) is vectors

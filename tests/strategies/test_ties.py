@@ -1,13 +1,13 @@
 """TIES-Merging by hand, and task arithmetic."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fedjax_mr.strategies import fedavg, ties
 from fedjax_mr.strategies.interface import Cohort
 from fedjax_mr.strategies.ties import TIES, TaskArithmetic
+from fedjax_mr.testing.federations import first_cohort
 
 
 def merged_by_hand(changes, kept):
@@ -25,22 +25,39 @@ def merged_by_hand(changes, kept):
     return out
 
 
+merged = jax.jit(ties.merged, static_argnums=1)
+
+
 @pytest.mark.parametrize("kept", [0.2, 0.5, 1.0])
 def test_the_rule_is_that_of_the_code(kept):
     rng = np.random.default_rng(0)
     changes = rng.normal(size=(4, 23)).astype(np.float32)
     changes[:, 5] = [1, -1, 2, -2]  # a sum of zero
-    found = ties.merged(jnp.asarray(changes), kept)
+    found = merged(changes, kept)
     np.testing.assert_allclose(found, merged_by_hand(changes.tolist(), kept), rtol=1e-5, atol=1e-6)
     assert kept < 1 or float(found[5]) != 0
 
 
 def test_it_keeps_the_largest_and_averages_what_agrees():
-    changes = jnp.array([[4.0, 1.0, -9.0, 0.1], [2.0, -8.0, -1.0, 0.1], [-3.0, 7.0, -3.0, 0.1]])
+    changes = np.float32([[4, 1, -9, 0.1], [2, -8, -1, 0.1], [-3, 7, -3, 0.1]])
     # With half of four kept (three, as the code counts), the smallest of each row becomes zero.
-    np.testing.assert_allclose(ties.merged(changes, 0.5), [3.0, -8.0, -13 / 3, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(merged(changes, 0.5), [3.0, -8.0, -13 / 3, 0.0], rtol=1e-6)
 
 
+def test_the_server_moves_by_the_scaled_change_over_all_tensors(federation):
+    problem = federation("linear").problem
+    strategy, cohort = ties.ties(TIES(kept=0.3, scale=0.8), problem), first_cohort(problem)
+    start = jax.device_get(jax.jit(strategy.init)(jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    models = jax.tree.map(lambda leaf: leaf + rng.normal(size=(3, *leaf.shape)).astype(np.float32), start.model)
+    new, _ = jax.jit(lambda *sent: strategy.server_update(*sent, 0, None))(start, {"model": models}, cohort)
+    flat = lambda model: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(model)])
+    changes = [(flat(jax.tree.map(lambda leaf, i=i: leaf[i], models)) - flat(start.model)).tolist() for i in range(3)]
+    expected = flat(start.model) + 0.8 * np.array(merged_by_hand(changes, 0.3))
+    np.testing.assert_allclose(flat(new.model), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow  # quick: the server
 def test_three_rounds_equal_the_equations(transcription):
     by_hand = transcription("ties", TIES(kept=0.3, scale=0.8))
     flat = lambda model: np.concatenate([leaf.numpy().ravel() for leaf in model])
@@ -54,10 +71,17 @@ def test_three_rounds_equal_the_equations(transcription):
         model = by_hand.read(by_hand.progress.server.model)  # a float may fall on the other side of the threshold
 
 
+def test_the_server_of_task_arithmetic_with_one_kth_is_that_of_fedavg(federation, close, sent_after):
+    problem = federation("normed").problem
+    ours = ties.taskarithmetic(TaskArithmetic(scale=1 / 3), problem)
+    close(sent_after(ours, problem), sent_after(fedavg.build(fedavg.Hyper("uniform"), problem), problem))
+
+
+@pytest.mark.slow  # quick: the server
 def test_task_arithmetic_with_one_kth_is_fedavg(engine, close):
     ours, average = (
-        engine("taskarithmetic", hyper=TaskArithmetic(scale=1 / 3)),
-        engine("fedavg", hyper=fedavg.Hyper("uniform")),
+        engine("taskarithmetic", "normed", hyper=TaskArithmetic(scale=1 / 3)),
+        engine("fedavg", "normed", hyper=fedavg.Hyper("uniform")),
     )
     close(ours.run(ours.init(), 2)[0].server.model, average.run(average.init(), 2)[0].server.model)
 
@@ -66,7 +90,7 @@ def test_a_late_client_is_left_out(engine):
     one = engine("taskarithmetic", "linear", hyper=TaskArithmetic(scale=1.0))
     state = jax.device_get(one.init()).server
     models = jax.tree.map(lambda leaf: np.stack([leaf + 1, leaf + 10, leaf + 2]), state.model)
-    cohort = Cohort(jnp.arange(3, dtype=jnp.int32), jnp.array([4, 0, 5], jnp.int32))
-    new, _ = one.strategy.server_update(state, {"model": models}, cohort, 0, None)
+    cohort = Cohort(np.arange(3, dtype=np.int32), np.int32([4, 0, 5]))
+    new, _ = jax.jit(one.strategy.server_update)(state, {"model": models}, cohort, 0, None)
     for a, b in zip(*map(jax.tree.leaves, (new.model, state.model)), strict=True):
         np.testing.assert_allclose(a, b + 3, rtol=1e-5)

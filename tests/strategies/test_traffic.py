@@ -58,7 +58,7 @@ TABLE = {
     ],
 )
 def test_bytes_are_those_of_the_papers(engine, sent, strategy):
-    engine = engine(strategy)
+    engine = engine(strategy, "normed")
     shapes = engine.constants.problem.model.shapes()
     sizes = [trees.num_bytes(tree) // 4 for tree in (shapes, shapes["params"])]
     down, up = (4 * count for count in TABLE[strategy](*sizes))
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_papers(engine, sent, strategy):
 
 
 def test_clients_keep_what_the_papers_say(engine):
-    shapes = engine("fedavg").constants.problem.model.shapes()
+    shapes = engine("fedavg", "normed").constants.problem.model.shapes()
     state, params = (trees.num_bytes(tree) for tree in (shapes, shapes["params"]))
     expected = {
         "scaffold": N * params,
@@ -79,8 +79,8 @@ def test_clients_keep_what_the_papers_say(engine):
         "fedmoswa": N * params,
         "diloco": N * (params + 1),  # the velocity, and whether there is one
     }
-    assert {name: trees.num_bytes(engine(name).shapes().memory) for name in expected} == expected
-    others = [engine(name) for name in TABLE if name not in expected]
+    assert {name: trees.num_bytes(engine(name, "normed").shapes().memory) for name in expected} == expected
+    others = [engine(name, "normed") for name in TABLE if name not in expected]
     assert all(each.shapes().memory is None for each in others if each.strategy.personal_model is None)
 
 

@@ -1,6 +1,7 @@
 """Losses equal PyTorch's, lifelines' or a transcription in float64, and have finite gradients."""
 
 import dataclasses
+import functools
 import math
 import warnings
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import checkify
 from scipy.special import expit, log_softmax, softmax
 
 from fedjax_mr.errors import UserError
@@ -35,7 +37,7 @@ def torch():
 
 def per_sample(task, outputs, targets, mask=None):
     mask = np.ones(len(outputs), np.float32) if mask is None else mask
-    return np.asarray(jax.jit(task.objective)(jnp.asarray(outputs, jnp.float32), targets, mask))
+    return np.asarray(jax.jit(task.objective)(np.asarray(outputs, np.float32), targets, mask))
 
 
 def logits(*shape, seed=0):
@@ -83,15 +85,16 @@ def test_focal_loss(gamma):
     task = with_loss(CLASSES, "focal", losses.Focal(focal_gamma=gamma))
     log_p = log_softmax(z.astype(np.float64), -1)[np.arange(9), y]
     np.testing.assert_allclose(per_sample(task, z, y), -((1 - np.exp(log_p)) ** gamma) * log_p, rtol=1e-5, atol=1e-9)
-    gradient = jax.grad(lambda z: jnp.sum(task.objective(z, y, jnp.ones(9))))(jnp.asarray(z))
+    gradient = jax.jit(jax.grad(lambda z: jnp.sum(task.objective(z, y, np.ones(9, np.float32)))))(z)
     assert np.isfinite(gradient).all() and np.abs(gradient[0]).max() < 1e-20
 
 
 def test_the_loss_of_a_test_is_the_tasks_own():
     z, y = logits(9, 5), classes(9)
     task = with_loss(CLASSES, "focal")
-    np.testing.assert_array_equal(task.loss(z, y, np.ones(9)), CLASSES.loss(z, y, np.ones(9)))
-    assert not np.allclose(per_sample(task, z, y), CLASSES.loss(z, y, np.ones(9)))
+    tested, own = (np.asarray(jax.jit(each.loss)(z, y, np.ones(9, np.float32))) for each in (task, CLASSES))
+    np.testing.assert_array_equal(tested, own)
+    assert not np.allclose(per_sample(task, z, y), own)
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -219,61 +222,71 @@ TASKS = {
 }
 
 
+@functools.cache
+def checked(name):
+    """(z, mask) -> (an error if any operation gives a NaN, (loss, gradient)), compiled once per task."""
+    task, _, y = TASKS[name]
+    total = lambda z, mask: jnp.sum(task.loss(z, y, mask) * mask)
+    return jax.jit(checkify.checkify(jax.value_and_grad(total), errors=checkify.nan_checks))
+
+
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("size", [1.0, 1e4])
 @pytest.mark.parametrize("samples", [0, 1, 4])
 def test_gradients_are_finite(name, size, samples):
-    task, z, y = TASKS[name]
     mask = (np.arange(6) < samples).astype(np.float32)
-    mean = lambda z: jnp.sum(task.loss(z, y, mask) * mask)
-    with jax.debug_nans(True):  # nor is there a NaN on the way, at which a user's debugger would stop
-        loss, gradient = jax.value_and_grad(mean)(jnp.asarray(size * z))
+    error, (loss, gradient) = checked(name)(np.float32(size * TASKS[name][1]), mask)
+    error.throw()  # nor is there a NaN on the way, at which a user's debugger would stop
     assert np.isfinite(loss) and np.isfinite(gradient).all()
     assert not np.asarray(gradient[samples:]).any()
 
 
 @pytest.mark.parametrize("row", LOSSES)
-@pytest.mark.parametrize("size", [1.0, 1e4])
-def test_gradients_of_every_row_are_finite(row, size):
+def test_gradients_of_every_row_are_finite(row):
     suited = TASKS["classification" if "classes" in LOSSES[row].needs else "regression"]
     task = with_loss(suited[0], row, counts=np.arange(5) if "classes" in LOSSES[row].needs else None)
-    mean = lambda z: jnp.mean(task.objective(z, suited[2], jnp.ones(6)))
-    loss, gradient = jax.jit(jax.value_and_grad(mean))(jnp.asarray(size * suited[1]))
-    assert np.isfinite(loss) and np.isfinite(gradient).all() and np.any(np.asarray(gradient))
+    mean = jax.jit(jax.value_and_grad(lambda z: jnp.mean(task.objective(z, suited[2], np.ones(6, np.float32)))))
+    for size in (1.0, 1e4):
+        loss, gradient = mean(np.float32(size * suited[1]))
+        assert np.isfinite(loss) and np.isfinite(gradient).all() and np.any(np.asarray(gradient))
 
 
 @pytest.mark.parametrize("pixels", ["segmentation", "language", "multilabel"])
 def test_gradients_without_a_known_target_are_zero(pixels):
     task, z, y = TASKS[pixels]
-    loss, gradient = jax.value_and_grad(lambda z: jnp.sum(task.loss(z, np.full_like(y, -1), jnp.ones(6))))(z)
+    total = lambda z: jnp.sum(task.loss(z, np.full_like(y, -1), np.ones(6, np.float32)))
+    loss, gradient = jax.jit(jax.value_and_grad(total))(z)
     assert loss == 0 and not np.asarray(gradient).any()
 
 
 def test_gradients_are_zero_if_all_are_censored():
     y, risk = draw_times(6, ties=True)
     y[:, 1] = 0
-    loss, gradient = jax.value_and_grad(lambda z: jnp.sum(Survival().loss(z, y, jnp.ones(6))))(jnp.float32(risk))
+    total = lambda z: jnp.sum(Survival().loss(z, y, np.ones(6, np.float32)))
+    loss, gradient = jax.jit(jax.value_and_grad(total))(np.float32(risk))
     assert loss == 0 and not np.asarray(gradient).any()
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_divergence_is_zero_for_equal_outputs_only(name):
     task, z, _ = TASKS[name]
-    assert task.divergence(z, z).shape == (6,)
-    np.testing.assert_allclose(task.divergence(z, z), 0, atol=1e-6)
-    assert np.all(np.asarray(task.divergence(z, z[::-1])) > 0)
+    divergence = jax.jit(task.divergence)
+    assert divergence(z, z).shape == (6,)
+    np.testing.assert_allclose(divergence(z, z), 0, atol=1e-6)
+    assert np.all(np.asarray(divergence(z, z[::-1])) > 0)
 
 
 def test_divergences_by_others():
     _, z, _ = TASKS["segmentation"]
     teacher = logits(*z.shape, seed=5)
-    each = optax.losses.kl_divergence(jax.nn.log_softmax(z), jax.nn.softmax(teacher))
-    np.testing.assert_allclose(Segmentation(width=5).divergence(z, teacher), each.mean((1, 2)), rtol=1e-4)
+    of_optax = jax.jit(lambda z, teacher: optax.losses.kl_divergence(jax.nn.log_softmax(z), jax.nn.softmax(teacher)))
+    each = np.asarray(of_optax(z, teacher)).mean((1, 2))
+    np.testing.assert_allclose(jax.jit(Segmentation(width=5).divergence)(z, teacher), each, rtol=1e-4)
     yes, no = expit(teacher.astype(np.float64)), expit(-teacher.astype(np.float64))
     by_hand = yes * np.log(yes / expit(z)) + no * np.log(no / expit(-z))
-    found = Multilabel(width=5).divergence(z.reshape(-1, 5), teacher.reshape(-1, 5))
+    found = jax.jit(Multilabel(width=5).divergence)(z.reshape(-1, 5), teacher.reshape(-1, 5))
     np.testing.assert_allclose(found, by_hand.reshape(-1, 5).mean(-1), rtol=1e-4)
-    squared = NUMBERS.divergence(z.reshape(-1, 2), teacher.reshape(-1, 2))
+    squared = jax.jit(NUMBERS.divergence)(z.reshape(-1, 2), teacher.reshape(-1, 2))
     np.testing.assert_allclose(squared, np.square(z - teacher).reshape(-1, 2).mean(-1) / 2, rtol=1e-5)
 
 

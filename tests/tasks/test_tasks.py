@@ -1,6 +1,7 @@
 """Tasks as values: what their data must be, their facts, their metrics, and tasks and metrics of a user."""
 
 import dataclasses
+import functools
 import json
 from typing import ClassVar
 
@@ -107,11 +108,15 @@ def test_shapes(name):
     """The loss takes what ``outputs`` and ``target_shape`` promise, and gives a number per sample."""
     task, (x, y) = OURS[name], GOOD[name]
     assert task.target_shape(x.shape[1:]) == y.shape[1:]
-    outputs = jnp.ones((4, *task.outputs(x.shape[1:])))
-    assert task.loss(outputs, y.astype(task.dtype), jnp.ones(4)).shape == (4,)
-    assert task.objective(outputs, y.astype(task.dtype), jnp.ones(4)).shape == (4,)
-    assert task.predict(outputs).shape == outputs.shape
-    shares = task.predict(outputs)
+    outputs, y, mask = (
+        np.ones((4, *task.outputs(x.shape[1:])), np.float32),
+        y.astype(task.dtype),
+        np.ones(4, np.float32),
+    )
+    assert jax.eval_shape(task.loss, outputs, y, mask).shape == (4,)
+    assert jax.eval_shape(task.objective, outputs, y, mask).shape == (4,)
+    shares = np.asarray(jax.jit(task.predict)(outputs))
+    assert shares.shape == outputs.shape
     if "logits" in task.provides:
         np.testing.assert_allclose(shares.sum(-1), 1, rtol=1e-6)
 
@@ -121,7 +126,7 @@ def test_predictions_have_the_unit_of_the_targets():
     y = np.array([[0.5, 7.0]], np.float32)
     np.testing.assert_allclose(task.standardised(y), [[1.2, 1.25]], rtol=1e-6)
     np.testing.assert_allclose(task.predict(task.standardised(y)), y, rtol=1e-6)
-    np.testing.assert_allclose(OURS["survival"].predict(jnp.zeros((2, 1))), 1)
+    np.testing.assert_allclose(OURS["survival"].predict(np.zeros((2, 1), np.float32)), 1)
 
 
 def test_strata():
@@ -210,24 +215,32 @@ def test_equal_tasks_are_equal_so_that_they_share_programs(name):
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
+def sums_of(task, outputs, targets):
+    """The sums of all metrics of a task, in one program."""
+    mask = np.ones(len(outputs), np.float32)
+    return jax.jit(lambda *batch: {metric.name: metric.sums(task, *batch) for metric in task.metrics})(
+        outputs, targets, mask
+    )
+
+
 def test_metrics_of_a_task():
     task = with_metrics(OURS["classification"], ["auroc", "accuracy", "auroc"])
     assert [metric.name for metric in task.metrics] == ["auroc", "accuracy"] and task.primary is METRICS["auroc"]
     assert with_metrics(task) is task
-    z, y = jnp.array([[1.0, 0, 0], [0, 0, 1]]), jnp.array([0, 2])
-    sums = {metric.name: metric.sums(task, z, y, jnp.ones(2)) for metric in task.metrics}
-    assert task.values(sums) == {"auroc": 1.0, "accuracy": 1.0}
+    z, y = np.float32([[1, 0, 0], [0, 0, 1]]), np.int32([0, 2])
+    assert task.values(sums_of(task, z, y)) == {"auroc": 1.0, "accuracy": 1.0}
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_every_task_has_metrics_that_suit_it(name):
     """Each of them can be computed from what the task promises."""
     task, (x, y) = OURS[name], GOOD[name]
-    outputs = jnp.ones((4, *task.outputs(x.shape[1:])))
+    outputs = np.ones((4, *task.outputs(x.shape[1:])), np.float32)
     found = with_metrics(task, [name for name, row in METRICS.items() if suits(task, row)])
     assert set(task.default_metrics) <= {metric.name for metric in found.metrics}
+    sums = jax.device_get(sums_of(found, outputs, y.astype(task.dtype)))
     for metric in found.metrics:
-        metric.of(metric.sums(task, outputs, jnp.asarray(y, task.dtype), jnp.ones(4)))
+        metric.of(sums[metric.name])
 
 
 @pytest.mark.parametrize(
@@ -252,9 +265,8 @@ def test_metrics_are_refused_in_one_line(name, metrics, message):
 
 def test_columns_of_values():
     task = with_metrics(OURS["classification"], ["accuracy", "recall", "confusion"])
-    z, y = jnp.eye(3)[jnp.array([[0, 1, 1], [0, 0, 0]])], jnp.array([[0, 1, 0], [0, 0, 0]])
-    sums = {metric.name: jax.vmap(lambda *each, row=metric: row.sums(task, *each, jnp.ones(3)))(z, y)
-            for metric in task.metrics}  # fmt: skip
+    z, y = np.eye(3, dtype=np.float32)[[[0, 1, 1], [0, 0, 0]]], np.int32([[0, 1, 0], [0, 0, 0]])
+    sums = jax.vmap(functools.partial(sums_of, task))(z, y)
     values = task.values_of_each(sums)
     assert values["recall"].shape == (2, 3) and values["confusion"].shape == (2, 3, 3)
     first = task.columns({name: each[0] for name, each in values.items()}, "test_")
@@ -272,7 +284,7 @@ def test_an_own_metric():
     METRICS["cost"] = metric
     try:
         task = with_metrics(OURS["classification"], ["cost"])
-        sums = metric.sums(task, jnp.eye(3), jnp.array([0, 2, 1]), jnp.array([1.0, 1.0, 0.0]))
+        sums = metric.sums(task, np.eye(3), np.array([0, 2, 1]), np.float32([1, 1, 0]))
         assert task.values({"cost": sums}) == {"cost": 1.5}
     finally:
         del METRICS["cost"]
@@ -310,11 +322,11 @@ def test_an_own_task():
         task.check(VECTORS, np.arange(4), "here")
         with pytest.raises(UserError, match="here needs integers of shape"):
             task.check(VECTORS, np.arange(4.0), "here")
-        z, y = jnp.zeros((4, *task.outputs((7,)))), jnp.arange(4)
-        np.testing.assert_array_equal(task.objective(z, y, jnp.ones(4)), np.ones(4))
-        np.testing.assert_array_equal(task.divergence(z, z + 1), np.full(4, 0.5))
+        z, y = np.zeros((4, *task.outputs((7,))), np.float32), np.arange(4)
+        np.testing.assert_array_equal(jax.jit(task.objective)(z, y, np.ones(4)), np.ones(4))
+        np.testing.assert_array_equal(jax.jit(task.divergence)(z, z + 1), np.full(4, 0.5))
         assert task.strata(np.arange(4)) is None
-        assert task.values({"deviation": deviation(task, z, y, jnp.array([1.0, 0, 0, 1]))}) == {"deviation": 3.0}
+        assert task.values({"deviation": deviation(task, z, y, np.float32([1, 0, 0, 1]))}) == {"deviation": 3.0}
     finally:
         del TASKS["counts"], METRICS["deviation"]
 

@@ -1,5 +1,6 @@
 """The task in training and tests: the loss of every method, runs of a regression, and what the first metric decides."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -15,6 +16,10 @@ from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine.personal import Clients
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.experiment.processes import ALONE
+from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.experiment.run import set_up
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.tasks.losses import with_loss
 from fedjax_mr.testing import tasks as small
@@ -96,7 +101,7 @@ def dose(tmp_path_factory):
     x = rng.normal(size=(300, 5)).astype(np.float32)
     np.savez(folder / "dose.npz", x=x, y=100 + 20 * x[:, 0], client=np.arange(300) % 6)
     config = fmr.Config(
-        dataset=str(folder / "dose.npz"), task="regression", partition="natural", clients=0, cohort=3, model="mlp",
+        dataset=str(folder / "dose.npz"), task="regression", partition="natural", clients=0, cohort=3, model="logistic",
         rounds=4, eval_every=1, validation_share=0.2, eval_clients=True, keep_best=True, target_accuracy=15.0,
         run_dir=str(folder / "run"), progress=False, devices=1,
     )  # fmt: skip
@@ -213,7 +218,7 @@ def test_calibration_finds_the_temperature_and_keeps_the_classes():
     )
     rng = np.random.default_rng(0)
     x = rng.uniform(-1, 1, size=(4000, 4, 4, 1)).astype(np.float32)
-    sure = dataclasses.replace(network, variables=jax.tree.map(lambda leaf: 4 * leaf, network.variables))
+    sure = dataclasses.replace(network, variables=jax.tree.map(lambda leaf: np.float32(4) * leaf, network.variables))
     logits = sure.outputs(x) / 3
     shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     y = (rng.random((4000, 1)) > np.cumsum(shares, axis=1)[:, :-1]).sum(1)
@@ -226,9 +231,10 @@ def test_calibration_finds_the_temperature_and_keeps_the_classes():
 def test_the_weights_of_a_loss_are_those_of_the_training_samples():
     task = tasks.Classification(width=3)
     weighted = with_loss(task, "weighted", None, np.array([1, 2, 3]))
-    outputs, y, mask = jnp.zeros((3, 3)), jnp.arange(3), jnp.ones(3)
-    np.testing.assert_allclose(weighted.objective(outputs, y, mask) / np.log(3), [2, 1, 2 / 3], rtol=1e-6)
-    np.testing.assert_allclose(weighted.loss(outputs, y, mask), np.log(3), rtol=1e-6)  # in tests
+    batch = np.zeros((3, 3), np.float32), np.arange(3), np.ones(3, np.float32)
+    in_training, in_tests = jax.jit(lambda *batch: (weighted.objective(*batch), weighted.loss(*batch)))(*batch)
+    np.testing.assert_allclose(in_training / np.log(3), [2, 1, 2 / 3], rtol=1e-6)
+    np.testing.assert_allclose(in_tests, np.log(3), rtol=1e-6)
 
 
 @pytest.mark.parametrize("model", ["mlp", "mlp_table"])
@@ -240,5 +246,9 @@ def test_a_network_that_does_not_know_categories_is_named(model, tmp_path, monke
         dataset="doses.csv", target="dose", task="regression", client_column="site", partition="natural", clients=0,
         cohort=2, rounds=1, model=model, run_dir="run", devices=1,
     )  # fmt: skip
-    fmr.run(config, record=False)
+    config, user_objects, _ = resolve(config)
+    federated = federated_data(config)
+    config, network = user_objects.build(config, federated)
+    with contextlib.ExitStack() as cleanup:  # a run until before its first round
+        set_up(config, federated, network, ALONE, cleanup, record=False)
     assert ("mlp reads the numbers of categories in doses" in capsys.readouterr().err) == (model == "mlp")
