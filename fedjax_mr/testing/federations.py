@@ -211,15 +211,16 @@ def random_like(models, seed=0, *, scale=0.1):
 def numbers_like(shapes, seed=0, *, scale=1.0):
     """Normal numbers for the variables of a network, drawn by NumPy: no program of its initialisers is compiled.
 
-    Their standard deviation is ``scale`` over the root of a kernel's inputs. Scales and variances are positive.
+    Their standard deviation is ``scale`` over the root of a kernel's inputs, and a tenth of it for vectors. Scales and
+    variances are positive.
     """
     rng = np.random.default_rng(seed)
 
     def numbers(path, leaf):
         if path[-1].key in ("scale", "var"):
             return rng.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
-        drawn = scale * rng.standard_normal(leaf.shape) / max(1, np.prod(leaf.shape[:-1])) ** 0.5
-        return drawn.astype(leaf.dtype)
+        inputs = np.prod(leaf.shape[:-1]) if len(leaf.shape) > 1 else 100
+        return (scale * rng.standard_normal(leaf.shape) / inputs**0.5).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(numbers, shapes)
 

@@ -14,6 +14,7 @@ from fedjax_mr.client import local, mutual
 from fedjax_mr.client.mutual import Pair, Weights
 from fedjax_mr.client.samples import ClientData
 from fedjax_mr.tasks import Classification
+from fedjax_mr.testing.federations import numbers_like
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def data_of(constants, client):
 
 
 def start_of(model, seed):
-    return jax.jit(model.init)(jax.random.key(seed))
+    return numbers_like(model.shapes(), seed)
 
 
 def train_pair(models, setting, pair, data, weights):
