@@ -30,7 +30,7 @@ def config(lines, folder, **options):
         "dataset": lines, "task": "language", "text_length": 16, "join_texts": True, "tokenizer": "bytes",
         "model": "llama_tiny", "adapter": "lora", "lora_rank": 2, "lora_targets": "*/kernel", "partition": "natural",
         "clients": 0, "cohort": 2, "rounds": 2, "local_epochs": 1, "batch_size": 4, "eval_every": 2, "lr": 0.5,
-        "devices": 1, "progress": False, "run_dir": str(folder), "strategy": "fedavg",
+        "devices": 1, "progress": False, "run_dir": str(folder), "strategy": "fedmr",
     }  # fmt: skip
     return fmr.Config(**(settings | options))
 
