@@ -127,7 +127,7 @@ def table(tmp_path_factory):
     federated = dataclasses.replace(divided(*EVERYONE), train=fmr.data.Split.of([*rows[:4], rows[1], rows[1]]))
     equal = simulator("fedavg", federated=federated, batch_size=16)
     folder = tmp_path_factory.mktemp("whatif")
-    return equal, folder, fmr.what_if(equal, rounds=ROUNDS, seeds=(0, 1), folder=folder, block=32)
+    return equal, folder, fmr.what_if(equal, rounds=ROUNDS, seeds=(0, 1), folder=folder, block=7)
 
 
 def test_each_value_is_that_of_a_run(table):
