@@ -1,5 +1,6 @@
 """Transformers: masks, the layer beside PyTorch's, patches, and BERT beside the reference implementation."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -97,11 +98,12 @@ def test_an_output_per_position_depends_on_no_later_token(name):
     assert_allclose(apply(variables, shorter)[:, :4], apply(variables, x)[:, :4], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["transformer_tiny", "lstm2"])
-def test_a_network_per_position_has_the_same_variables_and_the_same_last_output(name):
+@pytest.mark.parametrize(("name", "smaller"), [("transformer_tiny", TINY), ("lstm2", {"hidden": 3})])
+def test_a_network_per_position_has_the_same_variables_and_the_same_last_output(name, smaller):
     model = language(name)
     plain = models.build(name, input_shape=(6,), num_classes=11, input_dtype=np.int32, vocabulary=12)
     assert not plain.module.per_position
+    model, plain = (dataclasses.replace(each, module=each.module.clone(**smaller)) for each in (model, plain))
     variables, alike = jax.jit(lambda key: [network.init(key) for network in (model, plain)])(jax.random.key(0))
     jax.tree.map(assert_array_equal, variables, alike)
     both = jax.jit(lambda variables, x: [network.apply(variables, x) for network in (model, plain)])
