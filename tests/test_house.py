@@ -100,15 +100,17 @@ def modules():
     return found
 
 
+@functools.cache
 def imported(tree):
     """The dotted names that a module imports; ``from a import b`` gives both a and a.b."""
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
 
 
 NAMES = {name for name, _ in modules()}
@@ -119,6 +121,7 @@ def within(name, rooms):
     return any(f"{name}.".startswith(f"{room}.") for room in rooms)
 
 
+@functools.cache
 def used(tree):
     """The modules of the package that a module imports, without folders that only contain them."""
     found = {dotted.removeprefix("fedjax_mr.") for dotted in imported(tree) if dotted.startswith("fedjax_mr.")} & NAMES

@@ -9,6 +9,8 @@ from fedjax_mr.clock.schedule import Choose
 from fedjax_mr.strategies import interface
 from fedjax_mr.strategies.interface import History
 
+_words = jax.jit(lambda key, count: jax.random.bits(key, (count,)), static_argnums=1)  # compiled once for all runs
+
 
 def uniformly(key_of: Callable[[int], jax.Array]) -> Choose:
     """Choose idle clients uniformly, in random order.
@@ -18,10 +20,9 @@ def uniformly(key_of: Callable[[int], jax.Array]) -> Choose:
     Args:
       key_of: the key of each draw, by its number.
     """
-    words = jax.jit(lambda key, count: jax.random.bits(key, (count,)), static_argnums=1)
 
     def choose(number: int, busy: np.ndarray, count: int, history: History | None = None) -> np.ndarray:
-        drawn = np.asarray(words(key_of(number), len(busy))).astype(np.int64)
+        drawn = np.asarray(_words(key_of(number), len(busy))).astype(np.int64)
         order = np.argsort(-drawn, kind="stable")
         return order[~busy[order]][:count]
 

@@ -58,10 +58,13 @@ def generate(
     for row, each in zip(tokens, prompts, strict=True):
         row[: len(each)] = each
     ends = np.isin(np.arange(vocabulary), list(stop))
-    merged = model.merged(variables)
+    merged = _merged(model, variables)
     options = (np.float32(temperature), np.float32(top_p), ends, key)
     texts = np.asarray(_written(model.module, merged, tokens, known, *options))
     return [_until(row[size : size + count].tolist(), ends) for row, size in zip(texts, known, strict=True)]
+
+
+_merged = jax.jit(lambda model, variables: model.merged(variables))  # otherwise each shape compiles each operation
 
 
 def _until(row: list[int], ends: np.ndarray) -> list[int]:

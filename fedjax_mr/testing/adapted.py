@@ -1,8 +1,9 @@
 """A small attention network with adapters, for tests."""
 
+import functools
+
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr.keys import random_key
@@ -26,6 +27,7 @@ class Attention(nn.Module):
 WHOLE = Model(Attention(3), (4, 4, 1), name="attention")
 
 
+@functools.cache
 def adapted(rank: int = 2, seed: int = 0, *, head: bool = False, **options) -> Model:
     """The network with adapters."""
     return adapters.lora(WHOLE, rank, 4.0, key=random_key(seed), head=head, **options)
@@ -34,4 +36,4 @@ def adapted(rank: int = 2, seed: int = 0, *, head: bool = False, **options) -> M
 def random_models(model: Model, count: int) -> Variables:
     """Stacked models [K, ...] of normal numbers."""
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=(count, *leaf.shape)), leaf.dtype), model.shapes())
+    return jax.tree.map(lambda leaf: rng.normal(size=(count, *leaf.shape)).astype(leaf.dtype), model.shapes())

@@ -208,6 +208,23 @@ def random_like(models, seed=0, *, scale=0.1):
     return jax.tree.map(lambda leaf: np.asarray(leaf) * (1 + scale * rng.random(leaf.shape, np.float32)), models)
 
 
+def numbers_like(shapes, seed=0, *, scale=1.0):
+    """Normal numbers for the variables of a network, drawn by NumPy: no program of its initialisers is compiled.
+
+    Their standard deviation is ``scale`` over the root of a kernel's inputs, and a tenth of it for vectors. Scales and
+    variances are positive.
+    """
+    rng = np.random.default_rng(seed)
+
+    def numbers(path, leaf):
+        if path[-1].key in ("scale", "var"):
+            return rng.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
+        inputs = np.prod(leaf.shape[:-1]) if len(leaf.shape) > 1 else 100
+        return (scale * rng.standard_normal(leaf.shape) / inputs**0.5).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(numbers, shapes)
+
+
 def first_cohort(problem):
     """The cohort of the clients 0 to K - 1."""
     ids = jnp.arange(problem.cohort_size, dtype=jnp.int32)

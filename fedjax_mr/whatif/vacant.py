@@ -56,7 +56,7 @@ def _outcome(constants: RunConstants, clients: int) -> Any:
         received = jax.tree.map(lambda leaf: leaf[:clients], strategy.dispatch(state, cohort, key))
         return received, strategy.server_update(state, uploads, cohort, round, key)[0]
 
-    uploads, state, found = trees.fill(padded, jnp.asarray(ids < clients)), jax.jit(strategy.init)(key), []
+    uploads, state, found = jax.jit(trees.fill)(padded, ids < clients), jax.jit(strategy.init)(key), []
     for round in PROBED:
         received, state = one_round(state, uploads, jnp.int32(round))
         found.append((received, state))

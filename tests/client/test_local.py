@@ -1,6 +1,7 @@
 """One client's training and the evaluation of a model, against plain loops."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData, Samples, gather
+from fedjax_mr.testing.federations import numbers_like
 
 shuffle = jax.jit(local.shuffle, static_argnums=2)
 
@@ -46,7 +48,7 @@ def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_sam
     federation = federation(lr=0.1, momentum=0.9)
     problem, client, key = federation.problem, 1, jax.random.key(5)  # 12 samples
     setting = local.LocalSetting(problem.local.optimizer, epochs=2, batch_size=5, max_size=12)
-    variables = jax.jit(problem.model.init)(jax.random.key(0))
+    variables = numbers_like(problem.model.shapes())
     data = one_client(federation, client)
 
     seen = []
@@ -66,7 +68,7 @@ def test_every_epoch_visits_every_sample_once_and_smaller_batches_count_true_sam
     assert (int(metrics.images), int(metrics.steps), int(metrics.bad_step)) == (24, 6, -1)
 
     params, state = variables["params"], {"batch_stats": variables["batch_stats"]}
-    optimizer_state, total = setting.optimizer.init(params), 0.0
+    optimizer_state, total = jax.jit(setting.optimizer.init)(params), 0.0
 
     @jax.jit
     def one_step(params, state, optimizer_state, batch, key):
@@ -96,7 +98,7 @@ def test_a_loss_that_is_not_finite_is_named_by_its_first_step(federation):
     federation = federation("linear", lr=0.1, momentum=0.0)
     problem = federation.problem
     data = one_client(federation, 1)
-    variables = jax.jit(problem.model.init)(jax.random.key(0))
+    variables = numbers_like(problem.model.shapes())
 
     def breaking(params, state, batch, key):
         loss = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
@@ -175,8 +177,9 @@ def test_images_in_rows_are_the_same_images(shape, arranged):
     rows, turned = samples.in_rows(), lambda images: images[:, ::-1]
     assert rows.x.shape == (6, *arranged)
     assert samples._replace(x=x[:0]).in_rows().x.shape == (0, *arranged)
-    for change in (None, turned) if len(shape) == 3 else (None,):
-        one, other = (gather(each, np.array([4, 0, 4]), change=change) for each in (rows, samples))
+    changes = (None, turned) if len(shape) == 3 else (None,)
+    take = jax.jit(lambda samples: [gather(samples, np.array([4, 0, 4]), change=change) for change in changes])
+    for one, other in zip(take(rows), take(samples), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -252,13 +255,12 @@ def test_a_rate_falls_within_a_clients_own_round_and_a_step_may_carry_numbers_of
     np.testing.assert_allclose(variables["params"]["w"], -(1 + 3 / 4 + 2 / 4 + 1 / 4))
 
 
-def batches_of(size, room, **options):
-    """The samples [B] of each step of a client of ``size`` samples in a federation whose largest has ``room``."""
-    options = {"epochs": 1, "batch_size": 4} | options
-    setting = dataclasses.replace(local.setting(**options), max_size=room)
-    samples = Samples(jnp.zeros((room, 1)), jnp.zeros(room, jnp.int32), jnp.ones(1), jnp.zeros(1))
-    data = ClientData(samples, jnp.arange(room, dtype=jnp.int32), jnp.int32(0), jnp.int32(size), jnp.int32(0))
-    rows = jnp.full((400, 4), -1, jnp.int32)
+@functools.cache
+def recorder(room, **options):
+    """The setting, and the compiled run of a client of some size, which records the samples of its steps."""
+    setting = dataclasses.replace(local.setting(**{"epochs": 1, "batch_size": 4} | options), max_size=room)
+    samples = Samples(np.zeros((room, 1), np.float32), np.zeros(room, np.int32), np.ones(1), np.zeros(1))
+    data = ClientData(samples, jnp.arange(room, dtype=jnp.int32), np.int32(0), np.int32(0), np.int32(0))
 
     def step(carry, batch, key):
         number, rows = carry
@@ -267,11 +269,17 @@ def batches_of(size, room, **options):
 
     def run(size):
         sized = data._replace(size=size)
-        start = (jnp.int32(0), rows)
+        start = (jnp.int32(0), jnp.full((400, 4), -1, jnp.int32))
         same = lambda carry: carry
         return local.run(local.LocalStep(same, step, same), setting, start, sized, jax.random.key(0))
 
-    (number, rows), metrics = jax.jit(run)(jnp.int32(size))
+    return setting, jax.jit(run)
+
+
+def batches_of(size, room, **options):
+    """The samples [B] of each step of a client of ``size`` samples in a federation whose largest has ``room``."""
+    setting, run = recorder(room, **options)
+    (number, rows), metrics = run(np.int32(size))
     return np.asarray(rows)[: int(number)], metrics, int(setting.num_steps(np.int32(size)))
 
 

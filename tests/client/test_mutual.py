@@ -14,6 +14,7 @@ from fedjax_mr.client import local, mutual
 from fedjax_mr.client.mutual import Pair, Weights
 from fedjax_mr.client.samples import ClientData
 from fedjax_mr.tasks import Classification
+from fedjax_mr.testing.federations import numbers_like
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def data_of(constants, client):
 
 
 def start_of(model, seed):
-    return jax.jit(model.init)(jax.random.key(seed))
+    return numbers_like(model.shapes(), seed)
 
 
 def train_pair(models, setting, pair, data, weights):
@@ -113,7 +114,7 @@ def fixed(logits, calls):
     """A network with constant logits [B, C], which counts its calls in its state."""
 
     def train_apply(params, state, x, *, mask, key):
-        calls.append(jax.random.key_data(key).tolist())
+        jax.debug.callback(lambda key: calls.append(key.tolist()), jax.random.key_data(key))
         return jnp.asarray(logits, jnp.float32) + params[None], state + 1
 
     return SimpleNamespace(train_apply=train_apply, task=Classification(width=2))
@@ -124,8 +125,10 @@ def test_the_loss_of_each_network_has_its_own_weights_and_the_other_as_teacher()
     calls = []
     models: Any = Pair(fixed([[np.log(3), 0], [9, 9]], calls), fixed([[0, 0], [5, 7]], calls))
     loss = mutual.mutual_loss(models, Pair(Weights(2.0, 3.0), Weights(5.0, 7.0)))
-    batch = local.Batch(jnp.zeros((2, 1)), jnp.array([0, 1]), jnp.array([1.0, 0.0]))
-    value, states = loss(Pair(jnp.zeros(1), jnp.zeros(1)), Pair(10, 20), batch, jax.random.key(0))
+    batch = local.Batch(np.zeros((2, 1), np.float32), np.array([0, 1], np.int32), np.float32([1, 0]))
+    params = Pair(np.zeros(1, np.float32), np.zeros(1, np.float32))
+    value, states = jax.jit(loss)(params, Pair(10, 20), batch, jax.random.key(0))
+    jax.effects_barrier()
     of_second = 0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25)  # KL(second || first)
     of_first = 0.75 * np.log(0.75 / 0.5) + 0.25 * np.log(0.25 / 0.5)
     expected = 2 * np.log(4 / 3) + 3 * of_second + 5 * np.log(2) + 7 * of_first

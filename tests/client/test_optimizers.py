@@ -62,16 +62,21 @@ def test_two_steps_are_those_of_optax(name):
     theirs, momentum = HAND[name]
 
     @jax.jit
-    def ours(lr, decay):
-        return by_optax(make_optimizer(name, lr=lr, weight_decay=decay, clip_norm=100.0, **momentum))[0]
+    def steps(lr, decay):
+        ours = make_optimizer(name, lr=lr, weight_decay=decay, clip_norm=100.0, **momentum)
+        return [by_optax(each)[0] for each in (ours, theirs, make_optimizer(name, lr=LR, **momentum))]
 
-    params, expected = ours(np.float32(LR), np.float32(DECAY)), by_optax(theirs)[0]
+    params, expected, without = steps(np.float32(LR), np.float32(DECAY))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6), params, expected)
-    without = by_optax(make_optimizer(name, lr=LR, **momentum))[0]
     assert not np.array_equal(params["matrix"], without["matrix"]), "weight decay changes the steps"
 
 
-@pytest.mark.parametrize("name", HAND)
+QUICK = ("sgd", "muon", "schedule_free")  # the sum of the gradients, products of matrices, another upload
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HAND]
+)
 @jax.numpy_dtype_promotion("standard")
 def test_a_simulator_trains_and_another_learning_rate_compiles_nothing(name):
     def simulator(lr):
@@ -101,10 +106,10 @@ def test_schedule_free_uploads_the_mean_of_its_iterates():
     setting = local.setting("schedule_free", lr=0.5, epochs=2, batch_size=1)
     loss = lambda params, state, batch, key: (jnp.sum(jnp.square(params["w"])) / 2, state)
     step = local.sgd(loss, setting)
-    carry = step.init({"params": {"w": jnp.float32([1.0])}})
-    assert step.result(carry)["params"]["w"] == 1  # no step: no rounding either
+    carry = jax.jit(step.init)({"params": {"w": np.float32([1.0])}})
+    assert jax.jit(step.result)(carry)["params"]["w"] == 1  # no step: no rounding either
     for _ in range(2):
-        carry, _ = step.step(carry, None, None)
+        carry, _ = jax.jit(lambda carry: step.step(carry, None, None))(carry)
     # z: 1 -> 0.5, x = 0.5; the gradient at y = 0.5 is 0.5, so z = 0.25 and x = (0.5 + 0.25) / 2.
     np.testing.assert_allclose(step.result(carry)["params"]["w"], [0.375], rtol=1e-6)
 
@@ -159,9 +164,9 @@ def test_a_row_of_a_user(tmp_path, restored):
     imports.load([str(path)])
     config = resolve(Config(optimizer="signs", weight_decay=0.1, imports=(str(path),))).config
     assert config.imports[0].startswith(f"{path}#"), "a run folder records the code of its optimizer"
-    stepped, _ = by_optax(make_optimizer("signs", lr=LR, weight_decay=1.0))
+    stepped, _ = jax.jit(lambda: by_optax(make_optimizer("signs", lr=LR, weight_decay=1.0)))()
     np.testing.assert_allclose(stepped["bias"], [0.1 - 0.2, -0.2 + 0.0, 0.3 - 0.0], atol=1e-6)
-    by_optax(make_optimizer("signs", lr=LR))  # without weight decay it gets 0
+    jax.eval_shape(lambda: by_optax(make_optimizer("signs", lr=LR)))  # without weight decay it gets 0
     setting = local.setting("signs", lr=0.1, epochs=1, batch_size=4)
     own = fmr.Simulator("fedavg", network_of("linear"), federated(), cohort=3, local=setting, devices=1, lanes=1)
     assert own.code is not None, "the code of a user is traced again in every simulator"

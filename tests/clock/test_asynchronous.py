@@ -46,9 +46,10 @@ def events(in_flight, buffer, refill, duration=seconds, choose=None):
     )
 
 
+@functools.cache
 def keys():
-    versions = np.arange(E + 1)
-    return Keys(*(jax.vmap(functools.partial(round_key, KEY, stream))(versions) for stream in (DISPATCH, CLIENT)))
+    of_stream = lambda stream: jax.vmap(functools.partial(round_key, KEY, stream))(np.arange(E + 1))
+    return jax.jit(lambda: Keys(of_stream(DISPATCH), of_stream(CLIENT)))()
 
 
 def engine(strategy, in_flight, buffer, refill, *, weight=constant, hyper=None, duration=seconds, **options):
@@ -132,7 +133,7 @@ def event_loop(constants, strategy, setting, weight, rule):
             {"model": model}, None, constants.client(client), version, client_key(KEY, version, client, 0)
         )[0]["model"]
     )
-    initial = constants.problem.model.init(jax.random.fold_in(KEY, INIT))
+    initial = jax.device_get(jax.jit(constants.problem.model.init)(jax.random.fold_in(KEY, INIT)))
     update, sent, deployed, state = rule(initial, in_flight)
     version, draws, busy, seen, now = 0, 0, set(), set(), 0.0
     queue, waiting, jobs = [], [], 0
@@ -159,7 +160,7 @@ def event_loop(constants, strategy, setting, weight, rule):
         busy.add(client)
         starts[client] += 1
         before = sent(state, branch)
-        trained = train(before, jnp.int32(client), jnp.int32(version))
+        trained = jax.device_get(train(before, np.int32(client), np.int32(version)))
         heapq.heappush(queue, (now + seconds(jobs, client), jobs, now, client, version, branch, before, trained))
         jobs += 1
 
@@ -260,8 +261,8 @@ def crossed(state, branches, shares, before, after, version):
 
 def recombined(state, branches, shares, before, after, version):
     units = fedmr.recombination_units(fedmr.Hyper(), testing.network_of("perceptron").layers())
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
-    new, models = fedmr.recombine(stacked, units, round_key(KEY, SERVER, version)), list(state[1])
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *after)
+    new, models = jax.device_get(fedmr.recombine(stacked, units, round_key(KEY, SERVER, version))), list(state[1])
     for row, branch in enumerate(branches):
         models[branch] = trees.take(new, row)
     return state[0], models
@@ -301,10 +302,10 @@ def test_calls_layouts_and_checkpoints_in_the_middle_of_waves_change_nothing(set
 
 
 def test_fresh_uploads_count_and_old_ones_fade():
-    tau = jnp.array([0, 1, 4, 5, 14])
-    np.testing.assert_allclose(constant(tau), 1)
-    np.testing.assert_allclose(polynomial(0.5)(tau), (1 + np.arange(15)[[0, 1, 4, 5, 14]]) ** -0.5, rtol=1e-6)
-    np.testing.assert_allclose(hinge(10.0, 4.0)(tau), [1, 1, 1, 1 / 11, 1 / 101], rtol=1e-6)
+    tau = np.array([0, 1, 4, 5, 14], np.int32)
+    ours = jax.jit(lambda tau: [weight(tau) for weight in (constant, polynomial(0.5), hinge(10.0, 4.0))])(tau)
+    for weights, expected in zip(ours, (np.ones(5), (1.0 + tau) ** -0.5, [1, 1, 1, 1 / 11, 1 / 101]), strict=True):
+        np.testing.assert_allclose(weights, expected, rtol=1e-6)
 
 
 def test_a_round_sends_k_models_and_the_first_one_also_those_of_the_first_jobs():
@@ -347,7 +348,7 @@ def test_with_online_choice_the_model_that_is_due_first_returns_and_starts_a_new
         elapsed,
         jnp.float32(2),
     )
-    state, info = late.server_update(start, None, None, jnp.int32(round), None)
+    state, info = jax.jit(lambda start, round: late.server_update(start, None, None, round, None))(start, round)
     assert (int(info["of"]), float(info["clock"]), float(state.time)) == (0, 5, 5)
     np.testing.assert_array_equal(state.trained, [True, False, True])
     np.testing.assert_array_equal(state.version, [0, round + 1, 0])

@@ -79,9 +79,11 @@ def test_without_a_deadline_it_is_the_schedule_of_as_many_jobs_as_arrivals():
     np.testing.assert_array_equal(found.jobs, expected.jobs[: E * K])
 
 
+@functools.cache
 def clients():
     problem = make_engine("fedavg", **FEDERATION).constants.problem
-    return np.array([select_uniformly(problem, round_key(KEY, SELECT, number)).ids for number in range(E)], np.int32)
+    select = jax.jit(lambda number: select_uniformly(problem, round_key(KEY, SELECT, number)).ids)
+    return np.array([select(number) for number in range(E)], np.int32)
 
 
 def engine(strategy, work, *, hyper=None, **options):
@@ -113,13 +115,19 @@ def test_if_all_are_in_time_it_is_the_plain_method_bit_for_bit(strategy):
     tree_equal(report.info, plain_report.info)
 
 
-def alone(rounds, strategy, state, row, *, work=1.0):
-    """One client of the first round, trained by itself: its upload."""
-    client = clients()[0, row]
-    data = rounds.constants.client(client)._replace(work=jnp.float32(work))
+def alone(rounds, strategy, state):
+    """The upload of one client of the first round, trained by itself: a function of its row and its share of work."""
     inner = strategy.build(default_hyper("fedavg"), rounds.constants.problem)
-    key = client_key(KEY, 0, client, 0)
-    return jax.jit(lambda model: inner.client_update({"model": model}, None, data, jnp.int32(0), key))(state.model)
+
+    @jax.jit
+    def train(data, key):
+        return inner.client_update({"model": state.model}, None, data, jnp.int32(0), key)
+
+    def trained(row, work):
+        client = clients()[0, row]
+        return train(rounds.constants.client(client)._replace(work=np.float32(work)), client_key(KEY, 0, client, 0))
+
+    return trained
 
 
 @pytest.mark.parametrize("weights", ["uniform", pytest.param("samples", marks=pytest.mark.slow)])
@@ -127,8 +135,8 @@ def test_a_mean_is_over_those_in_time_and_the_steps_done_count(weights):
     late = engine("fedavg", [[1, 0, 0.5]] + [[0, 0, 0]] * 2, hyper=fedavg.Hyper(weights=weights))
     start = jax.device_get(late.init().server)
     progress, report = late.run(late.init(), 1)
-    whole, _, _ = alone(late, fedavg, start, 0)
-    half, _, metrics = alone(late, fedavg, start, 2, work=0.5)
+    trained = alone(late, fedavg, start)
+    (whole, _, _), (half, _, metrics) = jax.device_get((trained(0, 1.0), trained(2, 0.5)))
     sizes = [SIZES[clients()[0, row]] for row in (0, 2)] if weights == "samples" else [1, 1]
     expected = jax.tree.map(lambda a, b: (sizes[0] * a + sizes[1] * b) / sum(sizes), whole["model"], half["model"])
     tree_close(progress.server.model, expected, rtol=1e-5, atol=1e-6)
@@ -149,7 +157,7 @@ def test_a_late_client_does_not_change_a_server_that_takes_no_plain_mean(strateg
     """The server's update with three clients, the last one late, is that with the first two alone."""
     rounds = make_engine(strategy, hyper=hyper, **FEDERATION)
     problem, state = rounds.constants.problem, jax.device_get(rounds.init().server)
-    models = random_like(trees.broadcast(state.model, 2))
+    models = random_like(jax.tree.map(lambda leaf: np.stack([leaf, leaf]), state.model))
     late = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf.mean(axis=0, keepdims=True)]), models)
 
     def update(models, ids, sizes):

@@ -223,7 +223,8 @@ def test_what_is_only_simulated_is_refused_by_its_reason(name):
 def test_a_client_with_a_memory_is_not_drawn_twice(tmp_path):
     """Two tasks of one round would read and write the one memory that a real client has: nobody is asked."""
     asked = []
-    one = Real(tmp_path, ["--strategy=scaffold"], faults=lambda message, before: asked.append(message.kind))
+    flags = ["--strategy=scaffold", "--model=logistic"]
+    one = Real(tmp_path, flags, faults=lambda message, before: asked.append(message.kind))
     mailed = one.mailed()
     _, rows = mailed.simulator.rounds._call_begin(mailed.simulator.init())
     twice = rows._replace(client_id=np.array([3, 1, 3]), occurrence=np.array([0, 0, 1]))
@@ -392,7 +393,8 @@ def test_a_record_that_lacks_jobs_of_the_past_versions_is_one_line(tmp_path):
 
 
 def test_bad_settings_have_one_line(tmp_path):
-    one = Real(tmp_path, ["--mode=async", "--strategy=fedavg", "--cohort=2", "--in_flight=4"])
+    flags = ["--mode=async", "--strategy=fedavg", "--cohort=2", "--in_flight=4", "--model=logistic"]
+    one = Real(tmp_path, flags)
     server.check_deployable(one.config)
     with pytest.raises(UserError, match="busy clients cannot test"):
         AsynchronousClients(

@@ -8,14 +8,15 @@ from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.engine import evaluation
 from fedjax_mr.engine.clients import client_axis
+from fedjax_mr.testing.federations import numbers_like
 
 
 @pytest.fixture(scope="module")
 def models_and_logits(federation):
-    """Three models of the thin network, and what each says of every sample."""
-    model = federation().problem.model
-    models = jax.device_get(jax.jit(jax.vmap(model.init))(jax.random.split(jax.random.key(0), 3)))
-    logits = jax.jit(jax.vmap(model.apply, (0, None)))(models, federation().federation.samples.x)
+    """Three models of a network with BatchNorm, and what each says of every sample."""
+    model = federation("normed").problem.model
+    models = jax.tree.map(lambda *leaves: np.stack(leaves), *(numbers_like(model.shapes(), seed) for seed in range(3)))
+    logits = jax.jit(jax.vmap(model.apply, (0, None)))(models, federation("normed").federation.samples.x)
     return models, np.asarray(logits, np.float64)
 
 
@@ -23,7 +24,7 @@ def models_and_logits(federation):
 @pytest.mark.parametrize("count", [1, 7, 38])
 def test_evaluation_equals_a_plain_pass(federation, models_and_logits, monkeypatch, devices, count):
     monkeypatch.setattr(local, "evaluation_batch", lambda model: 8)  # several batches per device, the last one padded
-    constants, (models, all_logits) = federation(), models_and_logits
+    constants, (models, all_logits) = federation("normed"), models_and_logits
     samples = constants.federation.samples
     samples = samples._replace(x=samples.x[:count], y=samples.y[:count])
     axis = client_axis(devices=devices, lanes=None, cohort_size=2)

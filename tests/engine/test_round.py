@@ -1,6 +1,7 @@
 """One round as pure functions: keys, rows and slots, reports."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,7 @@ def by_numbers(problem, *, diverging=()):
     )
 
 
+@functools.cache
 def round_by_numbers(federation, *, lanes=1, diverging=()):
     """One round of `by_numbers`, as the engine makes it: -> (progress, report, constants)."""
     known = federation("linear")

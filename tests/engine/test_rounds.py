@@ -21,7 +21,8 @@ SEEDS = 3
 def divided(federation, network, seed):
     """Return a federation whose samples each seed divides among the clients in its own way."""
     one = federation(network, seed=seed)
-    sizes = np.roll(np.asarray(one.problem.sizes), seed) + (seed == 1) * np.array([3, -1, 0, -2, 0, 0])
+    sizes = np.roll(np.asarray(one.problem.sizes), seed) + (seed == 1) * np.array([-1, -1, 3, 0, -1, 0])
+    assert sizes.min() > 0 and sizes.max() == (15 if seed == 1 else 12)
     rows = np.random.default_rng(seed).permutation(one.federation.index)
     split = Split.of(np.split(rows, np.cumsum(sizes)[:-1]))
     labels = np.stack([np.bincount(one.federation.samples.y[split.rows(i)], minlength=3) for i in range(len(sizes))])

@@ -69,7 +69,7 @@ def test_a_strategy_is_a_name_or_a_function_of_settings_and_problem():
 
 
 def test_several_flax_modules_of_which_each_client_has_one():
-    one = simulator("local", [Network(), "mlp"], architectures=[0, 0, 0, 1, 1, 1])
+    one = simulator("local", [Network(), "logistic"], architectures=[0, 0, 0, 1, 1, 1])
     state, _ = one.run(one.init(), 1)
     assert np.asarray(one.problem.architectures).tolist() == [0, 0, 0, 1, 1, 1]
     with pytest.raises(fmr.UserError, match="local deploys no model"):

@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import layers, platforms, windows
+from fedjax_mr.testing.federations import numbers_like
 
 
 def images(*shape, seed=0):
@@ -147,7 +148,7 @@ def test_layers_have_flax_s_parameter_names():
 def test_pooling_before_the_bias_changes_nothing(strides):
     x = images(2, 6, 6, 3)
     conv = layers.Conv(4, 3)
-    variables = init(conv, x)
+    variables = numbers_like(jax.eval_shape(conv.init, jax.random.key(0), x))
 
     def after(variables):
         return windows.max_pool(conv.apply(variables, x), 2, strides=strides)
@@ -155,16 +156,20 @@ def test_pooling_before_the_bias_changes_nothing(strides):
     def before(variables):
         return layers.Conv(4, 3, pool=2, pool_strides=strides).apply(variables, x)
 
-    found = jax.jit(before)(variables)
-    assert_allclose(found, jax.jit(after)(variables), rtol=1e-6)
-    weights = images(*found.shape, seed=1)
-    gradients = [jax.jit(jax.grad(lambda v, f=f: jnp.sum(weights * f(v))))(variables) for f in (before, after)]
-    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-5), *gradients)
+    weights = images(*jax.eval_shape(before, variables).shape, seed=1)
+
+    @jax.jit
+    def outputs_and_gradients(variables):
+        return [(f(variables), jax.grad(lambda v, f=f: jnp.sum(weights * f(v)))(variables)) for f in (before, after)]
+
+    (found, gradient), (expected, its_gradient) = outputs_and_gradients(variables)
+    assert_allclose(found, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradient, its_gradient)
 
 
 def test_dense_is_flax_s():
     x = images(3, 5)
-    variables = init(layers.Dense(4), x)
+    variables = numbers_like(jax.eval_shape(layers.Dense(4).init, jax.random.key(0), x))
     ours, theirs = (jax.jit(layer.apply)(variables, x) for layer in (layers.Dense(4), nn.Dense(4)))
     assert_allclose(ours, theirs, rtol=1e-6)
 

@@ -20,6 +20,7 @@ from fedjax_mr.keys import random_key
 from fedjax_mr.models import adapters, generation, llama, parts, pretrained
 from fedjax_mr.models.precision import stored, with_precision
 from fedjax_mr.testing import llama_files
+from fedjax_mr.testing.federations import numbers_like
 
 SMOLLM2 = "FEDJAX_MR_SMOLLM2"
 read = functools.partial(pretrained.llama, sizes=llama.TINY)
@@ -33,7 +34,13 @@ def tiny(length=12, **options):
 
 @functools.cache
 def variables():
-    return jax.jit(tiny().init)(random_key(0))
+    return numbers_like(tiny().shapes())
+
+
+@functools.cache
+def adapted(targets="", **options):
+    """The network with adapters over these variables."""
+    return adapters.lora(tiny(**options), 2, key=random_key(0), targets=targets, variables=variables())
 
 
 def ids(*shape):
@@ -118,53 +125,50 @@ def test_no_position_looks_ahead_and_padding_changes_nothing_before_it():
     assert_allclose(longer[:, :8], shorter, rtol=1e-5, atol=1e-5)
 
 
-def gradient(model, start):
+def loss_of(model):
     def loss(params):
         logits, _ = model.train_apply(params, {}, ids(2, 12), mask=None, key=random_key(1))
         return jnp.mean(model.task.loss(logits, jnp.asarray(ids(2, 12)), jnp.ones(2)))
 
-    return jax.jit(jax.value_and_grad(loss))(start["params"])
+    return loss
 
 
 def test_activations_that_are_computed_again_change_nothing():
-    plain, again = tiny(), tiny(remat=True)
+    plain, again = adapted("*/kernel"), adapted("*/kernel", remat=True)
     assert again.module.remat and not plain.module.remat
-    adapted = [adapters.lora(model, 2, key=random_key(0), targets="*/kernel") for model in (plain, again)]
-    start = jax.jit(adapted[0].init)(random_key(0))
-    start = jax.tree.map(lambda leaf: leaf + 0.01, start)
-    one, other = (gradient(model, start) for model in adapted)
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-6), one, other)
-    assert "remat" not in str(jax.make_jaxpr(lambda: gradient(adapted[0], start))())
-    assert "remat" in str(jax.make_jaxpr(lambda: gradient(adapted[1], start))())
+    params = numbers_like(plain.shapes(), scale=0.1)["params"]
+    one, other = (jax.jit(jax.value_and_grad(loss_of(model))).trace(params) for model in (plain, again))
+    assert "remat" in str(other.jaxpr) and "remat" not in str(one.jaxpr)
+    results = (program.lower().compile()(params) for program in (one, other))
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-6), *results)
     with pytest.raises(UserError, match="remat=True does not apply to the model mlp"):
         models.build("mlp", input_shape=(4,), num_classes=2, remat=True)
 
 
 def test_adapters_leave_a_tied_head_frozen_and_reach_all_seven_matrices():
-    model = adapters.lora(tiny(), 2, key=random_key(0), targets="*/kernel")
+    model = adapted("*/kernel")
     trained = parts.flat(model.shapes()["params"])
     assert {path[-1] for path in trained} == {"lora_a", "lora_b"}
     assert len(trained) == 2 * 2 * 7
-    default = parts.flat(adapters.lora(tiny(), 2, key=random_key(0)).shapes()["params"])
+    default = parts.flat(adapted().shapes()["params"])
     assert {path[-2] for path in default} == {"query", "value"}
 
 
 def test_a_frozen_base_in_half_the_bytes():
-    model = adapters.lora(tiny(), 2, key=random_key(0))
+    model = adapted()
     half = stored(model, "bfloat16")
     sizes = [sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(each.frozen)) for each in (model, half)]
     assert sizes[1] < 0.51 * sizes[0]
-    start = jax.jit(model.init)(random_key(0))
-    x = ids(2, 12)
-    exact, near = (jax.jit(each.apply)(start, x) for each in (model, half))
+    start, x = model.start, ids(2, 12)
+    exact, near = (np.asarray(jax.jit(each.apply)(start, x)) for each in (model, half))
     assert near.dtype == np.float32
     assert 0 < np.abs(exact - near).max() < 0.02
     rounded = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32) if leaf.ndim > 1 else leaf, half.frozen)
     same = jax.jit(dataclasses.replace(model, frozen=rounded).apply)(start, x)
     assert_array_equal(near, same)  # computed in float32
     mixed = with_precision(half, "bfloat16")
-    value, _ = gradient(mixed, start)
-    assert_allclose(value, gradient(model, start)[0], rtol=0.02)
+    value, _ = jax.jit(jax.value_and_grad(loss_of(mixed)))(start["params"])
+    assert_allclose(value, jax.jit(loss_of(model))(start["params"]), rtol=0.02)
     with pytest.raises(UserError, match="frozen_dtype=bfloat16 needs frozen variables"):
         stored(tiny(), "bfloat16")
 
@@ -184,8 +188,8 @@ def greedy(model, start, prompt, count):
 
 def test_with_a_cache_the_most_probable_tokens_are_those_without_one():
     prompts = [ids(1, 3)[0].tolist(), ids(2, 5)[1].tolist()]
-    model = adapters.lora(tiny(), 2, key=random_key(0), targets="*/kernel")
-    start = jax.tree.map(lambda leaf: leaf + 0.1, jax.jit(model.init)(random_key(0)))
+    model = adapted("*/kernel")
+    start = numbers_like(model.shapes(), seed=1)
     found = generation.generate(model, start, prompts, key=random_key(1), count=7, stop=())
     assert found == [greedy(model, start, prompt, 7) for prompt in prompts]
     ended = generation.generate(model, start, prompts, key=random_key(1), count=7, stop=[found[0][3]])

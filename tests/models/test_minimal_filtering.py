@@ -67,23 +67,39 @@ def test_the_matrices_filter_a_signal(m, r):
     assert_allclose(outputs.T @ ((kernel @ g) * (inputs @ d)), np.correlate(d, g, "valid"), rtol=1e-12)
 
 
-@pytest.mark.parametrize(("size", "window", "channels", "features", "pads", "tile"), [
-    ((16, 16), (5, 5), 32, 64, ((2, 2), (2, 2)), (4, 4)),  # McMahan's second convolution
-    ((12, 9), (3, 3), 16, 32, ((1, 1), (1, 1)), (4, 4)),
-    ((7, 10), (5, 3), 8, 16, ((0, 0), (0, 3)), (2, 4)),
-    pytest.param((8, 8), (3, 3), 128, 128, ((1, 1), (1, 1)), (4, 4), marks=pytest.mark.slow),
-    pytest.param((6, 5), (3, 5), 8, 8, ((2, -1), (4, 0)), (4, 2), marks=pytest.mark.slow),
-    pytest.param((2, 1), (3, 3), 4, 8, ((1, 1), (1, 1)), (2, 2), marks=pytest.mark.slow),
+def error_in_order(count):
+    """The error of float32 sums of products of normal numbers that are added one after the other."""
+    a, b = normal(count, 500), normal(count, 500, seed=1)
+    return error(np.cumsum(a * b, axis=0)[-1], np.sum(a.astype(np.float64) * b, axis=0))
+
+
+@pytest.mark.parametrize(("size", "window", "channels", "features", "pads", "tile", "times"), [
+    ((16, 16), (5, 5), 32, 64, ((2, 2), (2, 2)), (4, 4), 8),  # McMahan's second convolution
+    ((12, 9), (3, 3), 16, 32, ((1, 1), (1, 1)), (4, 4), 5),
+    ((7, 10), (5, 3), 8, 16, ((0, 0), (0, 3)), (2, 4), 5),
+    pytest.param((8, 8), (3, 3), 128, 128, ((1, 1), (1, 1)), (4, 4), 5, marks=pytest.mark.slow),
+    pytest.param((6, 5), (3, 5), 8, 8, ((2, -1), (4, 0)), (4, 2), 5, marks=pytest.mark.slow),
+    pytest.param((2, 1), (3, 3), 4, 8, ((1, 1), (1, 1)), (2, 2), 5, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_errors_are_at_most_ten_times_those_of_the_direct_form(size, window, channels, features, pads, tile):
-    """Of the value, of the gradient of the images and of that of the kernel: root mean squares, relative."""
+def test_errors_are_a_few_times_those_of_plain_sums(size, window, channels, features, pads, tile, times):
+    """Of the value, of the gradient of the images and of that of the kernel: root mean squares, relative.
+
+    The measure is a float32 sum of as many products in their usual order. The direct form on a CPU is none: its error
+    depends on how many partial sums the library keeps for this processor, and may be half of it. At 8 points per
+    direction (5x5 windows), errors are 4 to 6 times this measure, at 6 points 2 to 4 times. So tiles of 6 x 6 outputs
+    of 3x3 windows fail, which need 8 points: their errors are 5 to 10 times it.
+    """
     x, kernel = normal(6, *size, channels), normal(*window, channels, features, seed=1)
     gradient = normal(*direct(x, kernel, pads).shape, seed=2)
     exact = of_exact_numbers(x, kernel, gradient, pads)
     ours = value_and_gradients(lambda x, kernel: convolve(x, kernel, pads, tile), x, kernel, gradient)
     plain = value_and_gradients(lambda x, kernel: direct(x, kernel, pads), x, kernel, gradient)
-    for mine, theirs, number in zip(ours, plain, exact, strict=True):
-        assert error(mine, number) <= 10 * error(theirs, number) < 1e-5
+    taps = window[0] * window[1]
+    for mine, theirs, number, count in zip(
+        ours, plain, exact, (taps * channels, taps * features, gradient[..., 0].size), strict=True
+    ):
+        assert error(mine, number) <= times * error_in_order(count) < 1e-5
+        assert error(theirs, number) < 1e-6
 
 
 @pytest.mark.parametrize("batch", [1, 7, 12])
@@ -105,10 +121,10 @@ def test_second_derivatives():
     def curvature(convolution, x, kernel):
         inner = lambda x, kernel: jnp.sum(jnp.tanh(convolution(x, kernel, ((1, 1), (1, 1)))))
         total = lambda x, kernel: sum(jnp.sum(each**2) for each in jax.grad(inner, (0, 1))(x, kernel))
-        return jax.jit(jax.grad(total, (0, 1)))(x, kernel)
+        return jax.grad(total, (0, 1))(x, kernel)
 
-    ours = curvature(lambda *args: convolve(*args, (4, 4)), x, kernel)
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-3, atol=1e-3), ours, curvature(direct, x, kernel))
+    both = jax.jit(lambda *args: [curvature(form, *args) for form in (lambda *args: convolve(*args, (4, 4)), direct)])
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-3, atol=1e-3), *both(x, kernel))
 
 
 PADS = ((1, 1), (1, 1))

@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from fedjax_mr import models
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import __main__, blocks, cnn, lstm, pfedhr, resnet, vgg
+from fedjax_mr.testing.federations import numbers_like
 
 CIFAR, GREY, TEXT = (32, 32, 3), (28, 28, 1), (80,)
 
@@ -22,12 +23,12 @@ PUBLISHED = [
     ("lenet5", CIFAR, 100, 69_656, 10, 278_624),
     ("cnn_femnist", GREY, 62, 160_510, 8, 642_040),
     ("resnet20", CIFAR, 10, 219_482, 119, 888_960),
-    ("resnet20", CIFAR, 20, 222_052, 119, 899_240),
-    ("resnet20", CIFAR, 100, 242_612, 119, 981_480),
+    pytest.param(*("resnet20", CIFAR, 20, 222_052, 119, 899_240), marks=pytest.mark.slow),
+    pytest.param(*("resnet20", CIFAR, 100, 242_612, 119, 981_480), marks=pytest.mark.slow),
     ("resnet20", GREY, 62, 232_558, 119, 941_264),
     ("vgg16", CIFAR, 10, 33_646_666, 97, 134_620_560),
-    ("vgg16", CIFAR, 20, 33_687_636, 97, 134_784_440),
-    ("vgg16", CIFAR, 100, 34_015_396, 97, 136_095_480),
+    pytest.param(*("vgg16", CIFAR, 20, 33_687_636, 97, 134_784_440), marks=pytest.mark.slow),
+    pytest.param(*("vgg16", CIFAR, 100, 34_015_396, 97, 136_095_480), marks=pytest.mark.slow),
     ("vgg_femnist", GREY, 62, 8_024_958, 14, 32_099_832),
 ]
 
@@ -43,8 +44,8 @@ SIZES = [
     ("resnet20", CIFAR, 10, 219_482 - 512),  # without the BatchNorm that nothing uses
     ("resnet20_he", CIFAR, 10, 269_722),
     ("vgg11_fedma", CIFAR, 10, 9_750_922),
-    ("vgg13_fedma", CIFAR, 10, 9_935_434),
-    ("vgg16_fedma", CIFAR, 10, 15_245_130),
+    pytest.param(*("vgg13_fedma", CIFAR, 10, 9_935_434), marks=pytest.mark.slow),
+    pytest.param(*("vgg16_fedma", CIFAR, 10, 15_245_130), marks=pytest.mark.slow),
     ("vgg19_fedma", CIFAR, 10, 20_554_826),
     ("cnn1", GREY, 62, 700_670),
     ("cnn2", GREY, 62, 1_206_590),
@@ -73,9 +74,10 @@ SIZES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _traced_once():
-    """Cache the shapes of variables: many tests use them, and tracing a large network is slow."""
+    """Cache the shapes of variables and the layers: many tests use them, and tracing a large network is slow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models.Model, "shapes", functools.cache(models.Model.shapes))
+        for name in ("shapes", "layers"):
+            patch.setattr(models.Model, name, functools.cache(getattr(models.Model, name)))
         yield
 
 
@@ -176,13 +178,12 @@ def lenet5():
 
 
 def test_head_of_features_is_the_network(lenet5):
-    variables = jax.jit(lenet5.init)(jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (3, 28, 28, 1))
+    variables, mask = numbers_like(lenet5.shapes()), np.ones(3, np.float32)
+    x = np.random.default_rng(1).standard_normal((3, 28, 28, 1)).astype(np.float32)
     z = jax.jit(lenet5.features)(variables, x)
     assert z.shape == (3, 84)
     logits = jax.jit(lenet5.apply)(variables, x)
     assert_allclose(jax.jit(lenet5.head)(variables, z), logits, rtol=1e-5)
-    mask = np.ones(3, np.float32)
     trained, state = jax.jit(lenet5.train_apply)(variables["params"], {}, x, mask=mask, key=jax.random.key(2))
     assert_allclose(trained, logits, rtol=1e-5)
     assert not state
@@ -243,27 +244,31 @@ def test_initialisation_of_fedme_s_networks():
 
 
 def test_the_unused_norm_changes_nothing_but_the_state():
-    x = jax.random.normal(jax.random.key(1), (4, 2, 2, 3))
+    x = np.random.default_rng(1).standard_normal((4, 2, 2, 3)).astype(np.float32)
     unused, bare = resnet.Mean(unused_norm=True), resnet.Mean()
-    variables = unused.init(jax.random.key(0), x)
-    z, state = unused.apply(variables, x, train=True, mutable=["batch_stats"])
-    assert_array_equal(z, bare.apply({}, x))
+    variables = numbers_like(jax.eval_shape(unused.init, jax.random.key(0), x))
+    train = jax.jit(lambda variables: unused.apply(variables, x, train=True, mutable=["batch_stats"]))
+    z, state = train(variables)
+    assert_array_equal(z, jax.jit(bare.apply)({}, x))
     jax.tree.map(assert_array_equal, state["batch_stats"], variables["batch_stats"])
     assert set(state["batch_stats"]["unused"]) == {"mean", "var", "count"}
 
 
 def test_dropout_follows_the_key_and_spares_evaluation():
     model = models.Model(pfedhr.M1(4), (16, 16, 1))
-    variables = jax.jit(model.init)(jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (2, 16, 16, 1))
+    variables = numbers_like(model.shapes(), scale=0.5)
+    x = np.random.default_rng(1).standard_normal((2, 16, 16, 1)).astype(np.float32)
 
     @jax.jit
+    @jax.vmap
     def trained(key):
         return model.train_apply(variables["params"], {}, x, mask=None, key=key)[0]
 
-    assert_array_equal(trained(jax.random.key(2)), trained(jax.random.key(2)))
-    assert np.abs(np.asarray(trained(jax.random.key(2))) - np.asarray(trained(jax.random.key(3)))).max() > 0
-    mean = np.mean(jax.jit(jax.vmap(trained))(jax.random.split(jax.random.key(4), 2000)), 0)
+    keys = jax.random.split(jax.random.key(2), 2000)
+    outputs = np.asarray(trained(keys))
+    assert_array_equal(outputs, trained(keys))
+    assert np.abs(outputs[0] - outputs[1]).max() > 0
+    mean = outputs.mean(0)
     assert_allclose(mean, jax.jit(model.apply)(variables, x), atol=0.02)
 
 
@@ -286,7 +291,7 @@ def test_whole_channels_are_dropped():
 def test_padding_has_no_vector_and_never_learns():
     module = lstm.Embedding(5, 3)
     x = np.array([[0, 1, 0, 4]], np.int32)
-    variables = jax.jit(module.init)(jax.random.key(0), x)
+    variables = numbers_like(jax.eval_shape(module.init, jax.random.key(0), x))
     assert_array_equal(np.asarray(jax.jit(module.apply)(variables, x))[0, 0], 0)
     gradient = jax.jit(jax.grad(lambda v: module.apply(v, x).sum()))(variables)["params"]["embedding"]
     assert_array_equal(gradient[:, 0], [0, 1, 0, 0, 1])
@@ -296,12 +301,11 @@ def test_an_lstm_sees_the_words_of_a_text_that_is_padded_at_the_end():
     texts = np.array([[3, 1, 0, 0], [0, 0, 3, 1], [2, 0, 1, 0], [0, 2, 0, 1], [0, 0, 0, 0], [1, 2, 3, 4]], np.int32)
     model = lambda **options: models.Model(lstm.CharacterLSTM(2, hidden=3, depth=1, **options), (4,), np.int32)
     network = model(vocabulary=5)
-    variables = jax.jit(network.init)(jax.random.key(0))
-    ours = np.asarray(jax.jit(network.apply)(variables, texts))
+    ours = np.asarray(jax.jit(network.apply)(numbers_like(network.shapes()), texts))
     assert_array_equal(ours[[0, 2]], ours[[1, 3]])
     assert len(np.unique(ours, axis=0)) == 4
     characters = texts % 2  # as many as classes: every step is a character, and the last one predicts
-    ours = np.asarray(jax.jit(model().apply)(jax.jit(model().init)(jax.random.key(0)), characters))
+    ours = np.asarray(jax.jit(model().apply)(numbers_like(model().shapes()), characters))
     assert np.any(ours[0] != ours[1])
 
 

@@ -1,5 +1,7 @@
 """NNX modules: equal to their Linen twins, pure, without random state in the variables, and refused in one line."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,13 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.models import Zoo, user_module
 from fedjax_mr.models.parts import partly
 from fedjax_mr.models.slices import slices
-from fedjax_mr.testing.federations import tree_close, tree_equal
+from fedjax_mr.testing.federations import numbers_like, tree_close, tree_equal
 
 IMAGES = {"input_shape": (6, 6, 1), "num_classes": 3, "input_dtype": np.float32}
 FACTS = {"input_shape": (4,), "num_classes": 3, "input_dtype": np.float32}
-X = jax.random.normal(jax.random.key(7), (5, 6, 6, 1))
+X = np.random.default_rng(7).standard_normal((5, 6, 6, 1)).astype(np.float32)
 KEY = jax.random.key(3)
+init, apply = jax.jit(models.Model.init), jax.jit(models.Model.apply)
 
 
 class Twin(nn.Module):
@@ -92,12 +95,15 @@ def train(model, variables, x, key=KEY, mask=None):
     return model.train_apply(*parts(variables), x, mask=mask, key=key)
 
 
+trained = jax.jit(train)
+
+
 def test_it_computes_what_its_linen_twin_does():
     """Evaluation, training, gradients, and new statistics, into which padding never enters."""
     twin, model = user_module.bind(Twin(), **IMAGES), user_module.bind(Net, **IMAGES)
-    variables = twin.init(KEY)
+    variables = jax.device_put(numbers_like(twin.shapes()))
     assert jax.tree.map(jnp.shape, model.shapes()) == jax.tree.map(jnp.shape, variables)
-    padded = jnp.concatenate([X, jnp.full((3, 6, 6, 1), 100.0)])
+    padded = np.concatenate([X, np.full((3, 6, 6, 1), 100, np.float32)])
 
     def results(model):
         def loss(params, x, mask):
@@ -105,7 +111,7 @@ def test_it_computes_what_its_linen_twin_does():
             return jnp.square(out[: len(X)]).sum(), (out[: len(X)], state)
 
         both = jax.grad(loss, has_aux=True)
-        mask = (jnp.arange(8) < 5).astype(jnp.float32)
+        mask = np.float32(np.arange(8) < 5)
         return model.apply(variables, X), both(variables["params"], X, None), both(variables["params"], padded, mask)
 
     ours, theirs = jax.jit(lambda: (results(model), results(twin)))()
@@ -116,16 +122,17 @@ def test_it_computes_what_its_linen_twin_does():
 
 def test_dropout_follows_the_key_alone():
     """No random state is kept, each layer has its own mask, and streams of any tag are renewed."""
-    x = jnp.ones((8, 4))
+    x = np.ones((8, 4), np.float32)
+    features = jax.jit(functools.partial(models.Model.train_apply, method="features", mask=None))
     for module in (Noisy, Noisy(nnx.Rngs(5)), Noisy(nnx.Rngs(params=1, dropout=2))):
         model = user_module.bind(module, **FACTS)
-        variables = model.init(KEY)
+        variables = init(model, KEY)
         assert jax.tree.leaves(variables) == jax.tree.leaves(variables["params"])
-        one, two = (train(model, variables, x, jax.random.key(key))[0] for key in (0, 1))
-        np.testing.assert_array_equal(one, train(model, variables, x, jax.random.key(0))[0])
+        one, two = (trained(model, variables, x, jax.random.key(key))[0] for key in (0, 1))
+        np.testing.assert_array_equal(one, trained(model, variables, x, jax.random.key(0))[0])
         assert not np.array_equal(one, two)
-        np.testing.assert_array_equal(*(model.apply(variables, x)[row] for row in (0, 1)))
-        z, _ = model.train_apply(*parts(variables), x, mask=None, key=KEY, method="features")
+        np.testing.assert_array_equal(*np.asarray(apply(model, variables, x))[:2])
+        z, _ = features(model, *parts(variables), x, key=KEY)
         kept = set(np.unique(np.asarray(z)).tolist())
         assert kept == {0.0, 4.0}  # one mask for both layers would keep half of the values
 
@@ -147,25 +154,26 @@ def test_an_instance_is_a_start_and_a_function_is_initialised_from_the_key():
     instance = Noisy(nnx.Rngs(1))
     model, drawn = user_module.bind(instance, **FACTS), user_module.bind(Noisy, **FACTS)
     for key in (0, 1):
-        np.testing.assert_array_equal(model.init(jax.random.key(key))["params"]["last"]["kernel"], instance.last.kernel)
-    one, two = (drawn.init(jax.random.key(key))["params"]["last"]["kernel"] for key in (0, 1))
+        found = init(model, jax.random.key(key))["params"]["last"]["kernel"]
+        np.testing.assert_array_equal(found, instance.last.kernel)
+    one, two = (init(drawn, jax.random.key(key))["params"]["last"]["kernel"] for key in (0, 1))
     assert not np.array_equal(one, two)
     np.testing.assert_array_equal(one, Noisy(nnx.Rngs(0)).last.kernel)
     assert instance.dropout.deterministic is False  # it was not changed
     again = models.of_module(model, **FACTS)
-    tree_equal(again.init(KEY), model.init(KEY))
+    tree_equal(init(again, KEY), init(model, KEY))
 
 
 def test_a_part_of_an_instance_may_be_frozen():
     """Frozen statistics stay, and their BatchNorm runs in evaluation mode in training, too."""
     instance = Net(nnx.Rngs(1))
     model = partly(user_module.bind(instance, **IMAGES), ["dense/*", "a_last/*"], key=KEY)
-    variables = model.init(KEY)
+    variables = init(model, KEY)
     assert list(variables) == ["params"] and sorted(variables["params"]) == ["a_last", "dense"]
-    out, state = train(model, variables, X)
+    out, state = trained(model, variables, X)
     assert state == {}
     instance.eval()
-    np.testing.assert_allclose(out, instance(X), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out, nnx.jit(instance)(X), rtol=1e-5, atol=1e-6)
 
 
 class Told(Net):
@@ -178,9 +186,9 @@ class Told(Net):
 
 def test_frozen_statistics_stay_if_the_module_passes_the_mode():
     model = partly(user_module.bind(Told, **IMAGES), "a_last/*", key=KEY)
-    out, state = train(model, variables := model.init(KEY), X)
+    out, state = trained(model, variables := init(model, KEY), X)
     assert state == {}
-    np.testing.assert_allclose(out, model.apply(variables, X), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out, apply(model, variables, X), rtol=1e-5, atol=1e-6)
 
 
 def test_layers_are_in_forward_order_and_tied_ones_are_one():
@@ -205,10 +213,11 @@ def test_attention_beside_the_mask_of_padding():
 
 def test_the_module_comes_back():
     model = user_module.bind(Net, **IMAGES)
-    _, state = train(model, variables := model.init(KEY), X)
+    _, state = trained(model, variables := numbers_like(model.shapes()), X)
     module = model.module.module(variables | state)
     assert type(module) is Net and type(module.norm) is nnx.BatchNorm
-    np.testing.assert_allclose(module(X), model.apply(variables | state, X), rtol=1e-6)
+    both = jax.jit(lambda variables: (model.module.module(variables)(X), model.apply(variables, X)))
+    np.testing.assert_allclose(*both(variables | state), rtol=1e-6)
 
 
 def test_the_hash_sees_classes_fields_values_and_shapes():
@@ -236,10 +245,11 @@ class Parts(nnx.Module):
 
 def test_submodules_switches_and_random_numbers_of_a_call():
     model = user_module.bind(Parts, **FACTS)
-    variables, x = model.init(KEY), jnp.ones((2, 4))
-    assert model.head_name() == "head" and model.features(variables, x).shape == (2, 5)
-    np.testing.assert_allclose(model.head(variables, model.features(variables, x)), model.apply(variables, x))
-    one, two = (train(model, variables, x, jax.random.key(key))[0] for key in (0, 1))
+    variables, x = numbers_like(model.shapes()), np.ones((2, 4), np.float32)
+    z = jax.jit(model.features)(variables, x)
+    assert model.head_name() == "head" and z.shape == (2, 5)
+    np.testing.assert_allclose(jax.jit(model.head)(variables, z), apply(model, variables, x), rtol=1e-6)
+    one, two = (trained(model, variables, x, jax.random.key(key))[0] for key in (0, 1))
     assert not np.allclose(one, two)
 
 
@@ -329,4 +339,4 @@ def test_rows_of_models(monkeypatch):
     with pytest.raises(UserError, match=r"'lacking'\] is called without width"):
         models.build("lacking", **FACTS)
     zoo = Zoo.of([*built.values()])
-    assert zoo.apply(zoo.init(KEY, 1), jnp.ones((2, 4))).shape == (2, 3)
+    assert jax.eval_shape(lambda: zoo.apply(zoo.init(KEY, 1), np.ones((2, 4), np.float32))).shape == (2, 3)

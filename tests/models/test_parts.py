@@ -13,7 +13,7 @@ from fedjax_mr.engine import trials
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Zoo, layers, parts
-from fedjax_mr.testing.federations import SIZES, bytes_of_a_round, federated, tree_close, tree_equal
+from fedjax_mr.testing.federations import SIZES, bytes_of_a_round, federated, numbers_like, tree_close, tree_equal
 
 
 class Net(nn.Module):
@@ -28,6 +28,13 @@ class Net(nn.Module):
 
 
 WHOLE = Model(Net(), (4, 4, 1), name="net")
+X = np.random.default_rng(2).standard_normal((5, 4, 4, 1)).astype(np.float32)
+init, apply = jax.jit(Model.init), jax.jit(Model.apply)
+
+
+@jax.jit
+def trained(model, params, state):
+    return model.train_apply(params, state, X, mask=jnp.ones(5), key=jax.random.key(0))
 
 
 def pretrained():
@@ -55,33 +62,29 @@ def test_a_model_speaks_of_the_part_that_trains():
     assert model.num_parameters() == 6 * 3 + 3
     assert model.num_bytes() == 4 * (6 * 3 + 3)
     assert [layer.name for layer in model.layers()] == ["head"]
-    variables = model.init(jax.random.key(1))
+    variables = init(model, jax.random.key(1))
     tree_equal(variables, {"params": {"head": pretrained()["params"]["head"]}})
-    x = jax.random.normal(jax.random.key(2), (5, 4, 4, 1))
-    tree_equal(model.apply(variables, x), WHOLE.apply(pretrained(), x))
+    tree_equal(apply(model, variables, X), apply(WHOLE, pretrained(), X))
 
 
 def test_frozen_variables_come_from_the_key_of_the_whole_network():
     key = jax.random.key(3)
     model = parts.partly(WHOLE, "head/*", key=key)
-    tree_close(model.whole(model.init(key)), WHOLE.init(key), rtol=1e-6)
+    tree_close(model.whole(init(model, key)), init(WHOLE, key), rtol=1e-6)
 
 
 def test_layers_with_frozen_statistics_run_in_evaluation_mode():
-    train = parts.partly(WHOLE, "head/*", variables=pretrained())
-    x = jax.random.normal(jax.random.key(2), (5, 4, 4, 1))
-    variables = train.init(jax.random.key(1))
-    out, state = train.train_apply(variables["params"], {}, x, mask=jnp.ones(5), key=jax.random.key(0))
+    model = parts.partly(WHOLE, "head/*", variables=pretrained())
+    out, state = trained(model, model.start["params"], {})
     assert state == {}
-    tree_close(out, WHOLE.apply(pretrained(), x), rtol=1e-6)
+    tree_close(out, apply(WHOLE, pretrained(), X), rtol=1e-6)
 
 
 def test_statistics_that_train_are_updated_and_others_are_not():
     model = parts.partly(WHOLE, "head/*,ours/*", variables=pretrained())
-    variables = model.init(jax.random.key(1))
+    variables = numbers_like(model.shapes())
     state = {"batch_stats": variables["batch_stats"]}
-    x = jax.random.normal(jax.random.key(2), (5, 4, 4, 1))
-    _, new = model.train_apply(variables["params"], state, x, mask=jnp.ones(5), key=jax.random.key(0))
+    _, new = trained(model, variables["params"], state)
     assert jax.tree.structure(new) == jax.tree.structure(state) and list(new["batch_stats"]) == ["ours"]
     assert np.all(np.asarray(new["batch_stats"]["ours"]["mean"]) != state["batch_stats"]["ours"]["mean"])
 
@@ -102,7 +105,7 @@ def test_frozen_variables_are_never_sent_and_never_change():
     tested = simulator.test(state)
     whole = model.whole(jax.device_get(simulator.deployed(state)))
     x, y = federated().dataset.x, federated().dataset.y
-    assert tested.accuracy == pytest.approx(np.mean(np.argmax(WHOLE.apply(whole, x), 1) == y))
+    assert tested.accuracy == pytest.approx(np.mean(np.argmax(apply(WHOLE, whole, x), 1) == y))
 
 
 def test_one_program_serves_every_base_of_the_same_shapes():

@@ -8,6 +8,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from fedjax_mr import models, tasks
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import sequences
+from fedjax_mr.testing.federations import numbers_like
 
 CELLS = ["gru", "lstm"]
 
@@ -32,11 +33,13 @@ def test_the_cell_is_that_of_pytorch(cell):
     assert_allclose(found, theirs(torch.tensor(series(4)))[0].detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("cell", "depth"),
+    [("gru", 1), ("lstm", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gru", 2), ("lstm", 1)))],
+)
 def test_padding_changes_nothing(cell, depth):
     """Neither the output nor the gradient."""
-    variables = jax.jit(network(cell, depth=depth).init)(jax.random.key(0))
+    variables = numbers_like(network(cell, depth=depth).shapes())
     padded = np.pad(series(3), ((0, 0), (0, 4), (0, 0)))
     results = []
     for steps, x in ((5, series(3)), (9, padded)):
@@ -58,15 +61,15 @@ def test_the_length_ends_with_the_last_value_that_is_not_zero():
 
 def test_zeros_within_a_sequence_are_measurements():
     model = network("gru")
-    variables = jax.jit(model.init)(jax.random.key(0))
-    x = series(2)
+    variables, apply = numbers_like(model.shapes()), jax.jit(model.apply)
+    x = series(3)
     x[1] = x[0]
     x[0, 2] = 0  # a zero step in the middle is read; it is not skipped
     x[1, 2:4], x[1, 4] = x[0, 3:], 0
-    ours = jax.jit(model.apply)(variables, x)
-    assert np.abs(ours[0] - ours[1]).max() > 1e-3
-    empty = jax.jit(model.apply)(variables, np.zeros((1, 5, 2), np.float32))
-    assert_allclose(empty[0], variables["params"]["classifier"]["dense"]["bias"], rtol=1e-6)
+    x[2] = 0
+    zero_step, without, empty = np.asarray(apply(variables, x))
+    assert np.abs(zero_step - without).max() > 1e-3
+    assert_allclose(empty, variables["params"]["classifier"]["dense"]["bias"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("init", ["torch", "flax"])

@@ -1,5 +1,6 @@
 """Transformers: masks, the layer beside PyTorch's, patches, and BERT beside the reference implementation."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -25,6 +26,7 @@ from fedjax_mr.models.transformer import (
     TransformerLayer,
     ViT,
 )
+from fedjax_mr.testing.federations import numbers_like
 
 TINY = {"width": 8, "depth": 1, "heads": 2, "hidden": 12}
 causal = functools.partial(CausalTransformer, 3, vocabulary=11, positions=12, **TINY)
@@ -42,7 +44,7 @@ def tokens(*shape):
 @functools.cache
 def network(build):
     model = Model(build(), (8,), np.int32)
-    return model, jax.jit(model.init)(jax.random.key(0))
+    return model, numbers_like(model.shapes())
 
 
 @pytest.mark.parametrize("build", [causal, pytest.param(bert, marks=pytest.mark.slow)])
@@ -66,8 +68,7 @@ def test_a_causal_network_does_not_look_ahead(build):
 
     x = tokens(2, 8)
     x[1] = [*x[0, :7], x[0, 7] % 10 + 1]  # another last token
-    first, second = hidden(x)
-    change = np.abs(np.asarray(first - second)).max(-1)
+    change = np.abs(np.subtract(*np.asarray(hidden(x)))).max(-1)
     assert change[7] > 1e-3
     assert (change[:7] > 1e-6).any() == (build is bert)
 
@@ -83,27 +84,30 @@ def test_an_output_per_position_depends_on_no_later_token(name):
     """Also behind tokens that are padding alone, and padding at the end changes nothing."""
     model = language(name)
     assert model.module.per_position and model.output_shape() == (6, 11)
-    variables, apply = jax.jit(model.init)(jax.random.key(0)), jax.jit(model.apply)
+    variables, apply = numbers_like(model.shapes()), jax.jit(model.apply)
     x = tokens(1, 6)
     for start in (x[0], [0, 0, 0, 5, 0, 7]):
         for position in range(6):
             other = np.array([start], np.int32)
             other[0, position] = other[0, position] % 10 + 1
-            change = np.abs(apply(variables, np.array([start], np.int32)) - apply(variables, other)).max(-1)[0]
+            outputs = (apply(variables, x) for x in (np.array([start], np.int32), other))
+            change = np.abs(np.subtract(*outputs)).max(-1)[0]
             assert np.all(change[:position] == 0)
             assert change[position] > 1e-4
     shorter = np.pad(x[:, :4], ((0, 0), (0, 2)))
     assert_allclose(apply(variables, shorter)[:, :4], apply(variables, x)[:, :4], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["transformer_tiny", "lstm2"])
-def test_a_network_per_position_has_the_same_variables_and_the_same_last_output(name):
+@pytest.mark.parametrize(("name", "smaller"), [("transformer_tiny", TINY), ("lstm2", {"hidden": 3})])
+def test_a_network_per_position_has_the_same_variables_and_the_same_last_output(name, smaller):
     model = language(name)
     plain = models.build(name, input_shape=(6,), num_classes=11, input_dtype=np.int32, vocabulary=12)
     assert not plain.module.per_position
-    variables, alike = (jax.jit(each.init)(jax.random.key(0)) for each in (model, plain))
+    model, plain = (dataclasses.replace(each, module=each.module.clone(**smaller)) for each in (model, plain))
+    variables, alike = jax.jit(lambda key: [network.init(key) for network in (model, plain)])(jax.random.key(0))
     jax.tree.map(assert_array_equal, variables, alike)
-    each, last = (jax.jit(network.apply)(variables, tokens(3, 6)) for network in (model, plain))
+    both = jax.jit(lambda variables, x: [network.apply(variables, x) for network in (model, plain)])
+    each, last = both(variables, tokens(3, 6))
     assert_allclose(each[:, -1], last, rtol=1e-5, atol=1e-6)
 
 
@@ -143,12 +147,13 @@ def test_the_layer_is_that_of_pytorch(norm_first):
 
 def test_patches_are_a_strided_convolution():
     x, block = drawn(2, 8, 12, 3), PatchEmbedding(5)
-    variables = jax.jit(block.init)(jax.random.key(0), x)
+    variables = numbers_like(jax.eval_shape(block.init, jax.random.key(0), x))
     params = variables["params"]
     kernel = params["dense"]["kernel"].reshape(4, 4, 3, 5)
     expected = lax.conv_general_dilated(x, kernel, (4, 4), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    found = jax.jit(block.apply)(variables, x).vectors - params["position"][None]
-    assert_allclose(found[:, 1:], expected.reshape(2, 6, 5) + params["dense"]["bias"][None, None], rtol=1e-4, atol=1e-5)
+    found = np.asarray(jax.jit(block.apply)(variables, x).vectors) - params["position"][None]
+    expected = np.asarray(expected).reshape(2, 6, 5) + params["dense"]["bias"][None, None]
+    assert_allclose(found[:, 1:], expected, rtol=1e-4, atol=1e-5)
     assert_allclose(found[:, 0], np.broadcast_to(params["class_token"], (2, 5)), rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match="images of 6x8 cannot be cut into patches of 4x4"):
         models.Model(ViT(3, **TINY), (6, 8, 3)).shapes()
@@ -163,7 +168,7 @@ def test_dropout_follows_the_key():
     model, variables = network(causal)
     train = jax.jit(lambda key: model.train_apply(variables["params"], {}, tokens(2, 8), mask=None, key=key)[0])
     assert_array_equal(train(jax.random.key(1)), train(jax.random.key(1)))
-    assert np.abs(np.asarray(train(jax.random.key(1)) - train(jax.random.key(2)))).max() > 1e-3
+    assert np.abs(np.subtract(*(train(jax.random.key(seed)) for seed in (1, 2)))).max() > 1e-3
 
 
 def test_dense_layers_that_clients_share_are_one_product_for_all():

@@ -17,7 +17,7 @@ from fedjax_mr.models import unet
 from fedjax_mr.models.blocks import ConvBlock, head
 from fedjax_mr.strategies import fedmr
 from fedjax_mr.strategies.parts import Models
-from fedjax_mr.testing.federations import first_cohort, network_of
+from fedjax_mr.testing.federations import first_cohort, network_of, numbers_like
 
 TASK = tasks.Segmentation(width=3)
 
@@ -29,7 +29,7 @@ def small(shape=(6, 5, 2), levels=2, **options):
 @functools.cache
 def started(norm="batch"):
     model = small(norm=norm)
-    return model, jax.jit(model.init)(jax.random.key(0))
+    return model, numbers_like(model.shapes())
 
 
 class PixelByPixel(models.BlockNet):
@@ -62,19 +62,21 @@ def test_the_layers_stand_in_forward_order_and_each_level_has_its_width():
 
 
 def test_pooling_and_enlarging_of_odd_sizes():
-    x = jnp.arange(6, dtype=jnp.float32).reshape(1, 2, 3, 1)
-    assert_array_equal(unet.halved(x)[0, :, :, 0], [[4, 5]])
-    assert_array_equal(unet.halved(-x)[0, :, :, 0], [[0, -2]])  # the padding is never the maximum
-    assert_array_equal(unet.doubled(x)[0, :, :, 0], np.repeat(np.repeat(np.arange(6).reshape(2, 3), 2, 0), 2, 1))
+    x = np.arange(6, dtype=np.float32).reshape(1, 2, 3, 1)
+    halved, doubled = jax.jit(unet.halved), jax.jit(unet.doubled)
+    assert_array_equal(halved(x)[0, :, :, 0], [[4, 5]])
+    assert_array_equal(halved(-x)[0, :, :, 0], [[0, -2]])  # the padding is never the maximum
+    assert_array_equal(doubled(x)[0, :, :, 0], np.repeat(np.repeat(np.arange(6).reshape(2, 3), 2, 0), 2, 1))
 
 
 def test_every_level_reaches_the_output():
     """A pixel's logits depend on its own level, by the skip connection, and on pixels far away, by the coarsest one."""
     model = small((16, 16, 1), levels=3, norm="group")
-    variables = jax.jit(model.init)(jax.random.key(0))
+    variables = numbers_like(model.shapes())
     apply = jax.jit(model.apply)
     for level in ("down1", "down2", "down3"):
-        without = variables | {"params": variables["params"] | {level: trees.zeros_like(variables["params"][level])}}
+        nothing = jax.tree.map(np.zeros_like, variables["params"][level])
+        without = variables | {"params": variables["params"] | {level: nothing}}
         both = [apply(each, images(1, (16, 16, 1))) for each in (variables, without)]
         assert np.abs(both[0] - both[1]).max() > 1e-3, level
 
@@ -136,15 +138,15 @@ def test_a_round_of_fedmr_learns_and_mixes_whole_layers(federation):
 
     @jax.jit
     def train(models, x, y):
-        step = lambda params, _: (
-            trees.add(params, trees.scale(jax.grad(loss)(params, x, y), -0.3)),
-            loss(params, x, y),
-        )
+        def step(params, _):
+            value, gradient = jax.value_and_grad(loss)(params, x, y)
+            return trees.add(params, trees.scale(gradient, -0.3)), value
+
         params, losses = jax.lax.scan(step, models["params"], length=25)
         return {"params": params}, losses
 
-    start = trees.broadcast(variables, 3)
-    trained, losses = jax.vmap(train)(start, x, y.astype(np.int32))
+    start = jax.tree.map(lambda leaf: np.stack([leaf] * 3), variables)
+    trained, losses = jax.device_get(jax.vmap(train)(start, x, y.astype(np.int32)))
     assert np.all(losses[:, -1] < 0.8 * losses[:, 0])
     update = jax.jit(strategy.server_update)
     mixed, _ = update(Models(start), {"model": trained}, first_cohort(problem), 0, jax.random.key(0))
@@ -176,9 +178,10 @@ def test_what_does_not_fit_is_one_line():
 def test_networks_of_a_zoo_learn_one_task():
     zoo = models.Zoo.of([small(norm="group"), models.Model(PixelByPixel(3), (6, 5, 2), name="pixels", task=TASK)])
     assert zoo.task == TASK and zoo.output_shape() == (6, 5, 3)
-    variables = jax.jit(zoo.init)(jax.random.key(0), 1)
-    z = jax.jit(zoo.features)(variables, images(2))
-    assert_allclose(jax.jit(zoo.head)(variables, z), jax.jit(zoo.apply)(variables, images(2)), rtol=1e-5, atol=1e-6)
+    variables = jax.jit(zoo.pack, static_argnums=1)(numbers_like(zoo.networks[1].shapes()), 1)
+    headed = lambda variables, x: zoo.head(variables, zoo.features(variables, x))
+    both = jax.jit(lambda *arguments: (headed(*arguments), zoo.apply(*arguments)))
+    assert_allclose(*both(variables, images(2)), rtol=1e-5, atol=1e-6)
     linear = network_of("linear")
     with pytest.raises(UserError, match=r"several networks must learn one task, but unet learns .*segmentation"):
         models.Zoo.of([small(), dataclasses.replace(linear, input_shape=(6, 5, 2))])

@@ -16,6 +16,7 @@ from fedjax_mr import models, tasks
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import user_module
 from fedjax_mr.models.cnn import Logistic
+from fedjax_mr.testing.federations import numbers_like
 
 FACTS = {"input_shape": (4,), "num_classes": 3, "input_dtype": np.float32}
 
@@ -174,19 +175,18 @@ def test_a_softmax_elsewhere_is_no_reason_to_warn(last):
 
 def test_any_keywords_are_offered_the_switch():
     """A module with ``**kwargs`` trains like the same module with a switch, and is tested without dropout."""
-    twin, x, mask = user_module.bind(Net(), **FACTS), jnp.linspace(0, 1, 16).reshape(4, 4), jnp.ones(4)
-    inner = twin.init(jax.random.key(0))
+    twin, x, mask = user_module.bind(Net(), **FACTS), np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4), jnp.ones(4)
+    inner, apply = numbers_like(twin.shapes()), jax.jit(models.Model.apply)
     for module in (Keywords(), Handing()):
         model = user_module.bind(module, **FACTS)
-        variables = model.init(jax.random.key(0))
+        variables = numbers_like(model.shapes())
         statistics = {"batch_stats": variables["batch_stats"]}
-        train = functools.partial(model.train_apply, mask=mask, key=jax.random.key(1))
-        _, moved = train(variables["params"], statistics, x)
+        train = jax.jit(functools.partial(model.train_apply, mask=mask, key=jax.random.key(1)))
+        once, moved = train(variables["params"], statistics, x)
         assert not np.array_equal(*(tree["batch_stats"]["net"]["BatchNorm_0"]["mean"] for tree in (variables, moved)))
-        once, twice = train(variables["params"], statistics, x)[0], model.apply(variables, x)
-        assert not np.allclose(once, twice)  # dropout is at work in training
+        assert not np.allclose(once, apply(model, variables, x))  # dropout is at work in training
     nested = {name: {"net": tree} for name, tree in inner.items()}
-    assert np.array_equal(twin.apply(inner, x), user_module.bind(Keywords(), **FACTS).apply(nested, x))
+    assert np.array_equal(apply(twin, inner, x), apply(user_module.bind(Keywords(), **FACTS), nested, x))
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def plain_conv(x, kernel, *, strides=1, padding="SAME"):
 
 
 def images(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def value_and_gradients(function, *arguments):
@@ -31,10 +31,15 @@ def value_and_gradients(function, *arguments):
 
     def loss(*arguments):
         y = function(*arguments)
-        return jnp.sum(y * jnp.sin(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)), y
+        return jnp.sum(y * np.sin(np.arange(y.size, dtype=np.float32)).reshape(y.shape)), y
 
-    (_, value), gradients = jax.jit(jax.value_and_grad(loss, tuple(range(len(arguments))), has_aux=True))(*arguments)
+    (_, value), gradients = jax.value_and_grad(loss, tuple(range(len(arguments))), has_aux=True)(*arguments)
     return value, gradients
+
+
+def of_both(one, other, *arguments):
+    """`value_and_gradients` of two functions, in one program."""
+    return jax.jit(lambda *each: (value_and_gradients(one, *each), value_and_gradients(other, *each)))(*arguments)
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 5])
@@ -43,9 +48,8 @@ def value_and_gradients(function, *arguments):
 def test_convolution_and_its_gradients_are_the_plain_ones(strides, padding, kernel):
     x, w = images(2, 6, 7, 3), images(kernel, kernel, 3, 4, seed=1)
     options = {"strides": strides, "padding": padding}
-    own = value_and_gradients(functools.partial(windows.conv, **options), x, w)
-    plain = value_and_gradients(functools.partial(plain_conv, **options), x, w)
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-5), own, plain)
+    results = of_both(functools.partial(windows.conv, **options), functools.partial(plain_conv, **options), x, w)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-5), *results)
 
 
 @pytest.mark.parametrize(("extent", "window", "padding", "strides"), [
@@ -56,15 +60,15 @@ def test_the_convolution_of_gpus_is_the_plain_one(extent, window, padding, strid
     x, w = images(2, *extent, 3), images(window, window, 3, features, seed=1)
     options = {"strides": strides, "padding": padding}
     with platforms.tracing_for("gpu"):
-        own = value_and_gradients(functools.partial(windows.conv, **options), x, w)
-        program = str(jax.make_jaxpr(functools.partial(windows.conv, **options))(x, w))
-    plain = value_and_gradients(functools.partial(plain_conv, **options), x, w)
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-4), own, plain)
+        own = functools.partial(windows.conv, **options)
+        program = str(jax.make_jaxpr(own)(x, w))
+        results = of_both(own, functools.partial(plain_conv, **options), x, w)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-4), *results)
     assert "conv_general_dilated" not in program
 
 
 def test_a_large_convolution_of_gpus_is_that_of_the_library():
-    x, w = jnp.zeros((50, 32, 32, 64)), jnp.zeros((3, 3, 64, 64))
+    x, w = np.zeros((50, 32, 32, 64), np.float32), np.zeros((3, 3, 64, 64), np.float32)
     with platforms.tracing_for("gpu"):
         assert "conv_general_dilated" in str(jax.make_jaxpr(windows.conv)(x, w))
         assert "conv_general_dilated" not in str(jax.make_jaxpr(windows.conv)(x[:10], w))
@@ -77,9 +81,8 @@ def test_second_derivatives_of_the_convolution():
         inner = jax.grad(lambda w: jnp.sum(jnp.tanh(conv(x, w, strides=2, padding=1))))
         return jax.grad(lambda w: jnp.sum(inner(w) ** 2))(w)
 
-    assert_allclose(
-        *(jax.jit(curvature, static_argnums=0)(conv, x, w) for conv in (windows.conv, plain_conv)), rtol=1e-4, atol=1e-5
-    )
+    both = jax.jit(lambda x, w: [curvature(conv, x, w) for conv in (windows.conv, plain_conv)])
+    assert_allclose(*both(x, w), rtol=1e-4, atol=1e-5)
 
 
 def test_vmap_over_kernels_of_clients_inside_a_loop_equals_one_client_at_a_time():
@@ -118,7 +121,7 @@ def test_convolution_inside_shard_map(size):
         lambda x, w: windows.conv(x[0], w)[None], mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
     )
     one_by_one = jax.jit(lambda x, w: jnp.stack([windows.conv(each, w) for each in x]))
-    w = np.asarray(w)[0]
+    w = w[0]
     assert_allclose(jax.jit(shared)(x, w), one_by_one(x, w), rtol=1e-5, atol=1e-5)
 
 
@@ -130,9 +133,9 @@ def reduce_windows(x, window, strides, padding):
 @pytest.mark.parametrize(("window", "strides", "padding"), [(2, 2, 0), (3, 3, 0), (2, 1, 0), (3, 2, 0), (3, 1, 1)])
 def test_pooling_is_reduce_window(window, strides, padding):
     x = images(2, 6, 7, 3)  # without ties, so that the gradients agree too
-    own = value_and_gradients(lambda x: windows.max_pool(x, window, strides=strides, padding=padding), x)
-    plain = value_and_gradients(lambda x: reduce_windows(x, window, strides, padding), x)
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-6), own, plain)
+    own = lambda x: windows.max_pool(x, window, strides=strides, padding=padding)
+    results = of_both(own, lambda x: reduce_windows(x, window, strides, padding), x)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-6), *results)
 
 
 @pytest.mark.parametrize("window", [2, pytest.param((3, 2), marks=pytest.mark.slow)])
@@ -200,6 +203,5 @@ def test_too_small_images_are_refused():
 def test_folded_blocks_change_nothing(extent, window, padding, channels, features):
     x, w = images(2, extent, extent, channels), images(window, window, channels, features, seed=1)
     options = {"padding": padding}
-    own = value_and_gradients(functools.partial(windows.conv, **options), x, w)
-    plain = value_and_gradients(functools.partial(plain_conv, **options), x, w)
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-4), own, plain)
+    results = of_both(functools.partial(windows.conv, **options), functools.partial(plain_conv, **options), x, w)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-4), *results)

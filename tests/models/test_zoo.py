@@ -10,6 +10,7 @@ from fedjax_mr import models
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData
 from fedjax_mr.errors import UserError
+from fedjax_mr.testing.federations import numbers_like
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,8 @@ def test_packing_is_undone(zoo, equal, number):
 def test_a_number_in_the_data_picks_the_network(zoo, constants, close):
     """One trace serves all networks, also for a batch of clients, with the same logits, features and heads."""
     x = jnp.asarray(constants.federation.samples.x[:4])
-    packed = jax.device_get(jax.jit(jax.vmap(zoo.init))(jax.random.split(jax.random.key(0), 3), np.arange(3)))
+    rows = [jax.device_get(pack(zoo, numbers_like(model.shapes()), n)) for n, model in enumerate(zoo.networks)]
+    packed = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
     apply = jax.jit(jax.vmap(zoo.apply, in_axes=(0, None)))
     logits = apply(packed, x)
     one = jax.jit(zoo.apply)
@@ -68,7 +70,7 @@ def test_a_number_in_the_data_picks_the_network(zoo, constants, close):
 def test_training_equals_that_of_the_network_itself(zoo, constants, close, number):
     """Includes BatchNorm's statistics, dropout, momentum and uneven batches. Padding remains zero."""
     model, setting, key = zoo.networks[number], constants.problem.local, jax.random.key(3)
-    start = jax.jit(model.init)(jax.random.key(1))
+    start = numbers_like(model.shapes())
 
     def train_and_score(network, variables):
         @jax.jit
