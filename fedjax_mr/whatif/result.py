@@ -108,8 +108,7 @@ class WhatIf:
         ]
         cells.append(["all", f"{self.sizes.sum()}", *(_shown(values.sum(axis=1)) for values in found.values())])
         if "shapley" in every:
-            truth = every["shapley"].mean(axis=0)
-            ranks = (contributions.rank_correlation(truth, values.mean(axis=0)) for values in found.values())
+            ranks = _ranks(every["shapley"], found).values()
             cells.append(["rank correlation with shapley", "", *(f"{each:.2f}" for each in ranks)])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
@@ -130,8 +129,12 @@ class WhatIf:
         return approximations(list(runs.values()), len(self.names))
 
     def write(self, folder: Path | str, *, picture_format: str = "png") -> None:
-        """Write ``contributions.csv`` and a picture of it into a folder."""
-        found, count = self.contributions(), len(self.seeds)
+        """Write ``contributions.csv`` and pictures into a folder.
+
+        Besides the bars of the contributions there is a lattice of all coalitions of at most six clients, and the
+        approximations against the exact Shapley values, if both are known.
+        """
+        found, count, words = self.contributions(), len(self.seeds), self.metric.replace("_", " ")
         write_csv(
             Path(folder) / "contributions.csv",
             [
@@ -155,7 +158,25 @@ class WhatIf:
                 shown,
                 Path(folder) / f"contributions.{picture_format}",
                 names=self.names,
-                y_label=f"contribution to the test {self.metric.replace('_', ' ')}",
+                y_label=f"contribution to the test {words}",
+            )
+        clients = len(self.names)
+        if clients <= plots.MOST_IN_LATTICE and len(self.coalitions) == 2**clients:
+            plots.lattice(
+                {each: float(self.value(each).mean()) for each in self.coalitions},
+                Path(folder) / f"coalitions.{picture_format}",
+                count=clients,
+                label=f"test {words}",
+                lower=self.metric in self.lower,
+            )
+        if self.rebuilt and "shapley" in found:
+            others = {rule: values for rule, values in found.items() if rule != "shapley"}
+            plots.approximations(
+                found["shapley"],
+                others,
+                Path(folder) / f"approximations.{picture_format}",
+                names=self.names,
+                ranks=list(_ranks(found["shapley"], others).values()),
             )
 
     def _column(self, metric: str | None) -> str:
@@ -163,6 +184,12 @@ class WhatIf:
         if metric not in columns:
             raise unknown_name("metric", metric, columns)
         return metric
+
+
+def _ranks(truth: np.ndarray, found: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The rank correlation of contributions [S, N] with the truth [S, N], of their means over the seeds."""
+    means = {rule: values.mean(axis=0) for rule, values in found.items()}
+    return {rule: contributions.rank_correlation(truth.mean(axis=0), mean) for rule, mean in means.items()}
 
 
 def _shown(values: np.ndarray) -> str:

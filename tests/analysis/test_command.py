@@ -21,6 +21,7 @@ import reassembly
 import roles
 import similarity
 import theorem1
+import unlearning
 import worth
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.__main__ import COMMANDS, main
@@ -28,7 +29,7 @@ from fedjax_mr.analysis.command import script
 from fedjax_mr.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-STUDIES = (campaign, landscape, leakage, reassembly, roles, similarity, theorem1, worth)
+STUDIES = (campaign, landscape, leakage, reassembly, roles, similarity, theorem1, unlearning, worth)
 
 
 def fake_run(folder, similarities):
