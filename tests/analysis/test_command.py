@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+import audit
 import campaign
 import landscape
 import leakage
@@ -29,7 +30,7 @@ from fedjax_mr.analysis.command import script
 from fedjax_mr.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-STUDIES = (campaign, landscape, leakage, reassembly, roles, similarity, theorem1, unlearning, worth)
+STUDIES = (audit, campaign, landscape, leakage, reassembly, roles, similarity, theorem1, unlearning, worth)
 
 
 def fake_run(folder, similarities):
