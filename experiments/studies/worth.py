@@ -4,7 +4,7 @@
     python experiments/studies/worth.py writers --folder=worth --data_dir=DIR   # DIR has mnist_by_writer.npz
     python experiments/studies/worth.py lung --folder=worth                     # needs the extra data
 
-All clients are in each cohort, and there are three seeds. ``digits``: six clients, Dirichlet(0.3). ``writers``: eight
+All clients are in each cohort, and there are three seeds. ``digits``: six clients, Dirichlet(0.3). ``writers``: six
 writers of MNIST's digits, tested on 1,000 digits of 40 other writers. ``lung``: six clients of a survival study as the
 package has them, tested on held-out patients.
 
@@ -30,13 +30,13 @@ from fedjax_mr.experiment import interrupts
 from fedjax_mr.whatif import WhatIf
 from fedjax_mr.whatif.contributions import rank_correlation
 
-CLIENTS, SEEDS = {"digits": 6, "writers": 8, "lung": 6}, (0, 1, 2)
+CLIENTS, SEEDS = {"digits": 6, "writers": 6, "lung": 6}, (0, 1, 2)
 METHODS = {"fedavg": "all", "fedmr": "all", "fedcross": "leave_one_out"}
 ROUNDS = 30
 
 
 def writers(folder: Path) -> fmr.Dataset:
-    """The digits of eight writers with more than 100 each, and 1,000 digits of forty others for the test."""
+    """The digits of six writers with more than 100 each, and 1,000 digits of forty others for the test."""
     with np.load(folder / "mnist_by_writer.npz") as arrays:
         x, y, client = arrays["x"], arrays["y"], arrays["client"]
     names, counts = np.unique(client, return_counts=True)
