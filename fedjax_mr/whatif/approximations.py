@@ -145,6 +145,9 @@ RULES: dict[str, Callable[[Sequence[Round], int], np.ndarray]] = {
     "local_loss": local_loss,
 }
 
+UNITS = {"influence": "loss", "cosine": "cosine", "local_loss": "local loss"}
+"""What the numbers of a rule are about, if it is not the metric."""
+
 
 def approximations(runs: Sequence[Sequence[Round]], count: int) -> dict[str, np.ndarray]:
     """The contributions of N clients [S, N] by each rule, from S training runs of all clients."""

@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_mr import plots
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.whatif import contributions
-from fedjax_mr.whatif.approximations import RULES, Round, approximations
+from fedjax_mr.whatif.approximations import RULES, UNITS, Round, approximations
 from fedjax_mr.whatif.coalitions import Coalition, by_size, text
 from fedjax_mr.whatif.record import write_csv
 from fedjax_mr.whatif.uploads import NUMBERS
@@ -142,7 +142,7 @@ class WhatIf:
                     "client": client,
                     "name": name,
                     "samples": int(self.sizes[client]),
-                    "metric": self.metric,
+                    "metric": UNITS.get(rule, self.metric),
                     "rule": rule,
                     "mean": float(values[:, client].mean()),
                     "std": float(values[:, client].std(ddof=1)) if count > 1 else "",
