@@ -77,8 +77,8 @@ def moved(model: Any, step: Any) -> Any:
 def inner_of(method: str, problem: Any) -> Any:
     """A method without a channel. Means are uniform, because numbers of samples are not protected."""
     row = STRATEGIES[method]
-    hyper = row.hyper(weights="uniform") if method == "fedavg" else row.hyper and row.hyper()
-    return row.build(hyper, problem)
+    assert row.hyper is not None
+    return row.build(row.hyper(weights="uniform") if method == "fedavg" else row.hyper(), problem)
 
 
 def build_of(method: str, noise_on: str) -> Callable[[World, Any], Any]:

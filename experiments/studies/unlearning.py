@@ -116,9 +116,14 @@ class History:
         for _ in range(ROUNDS):
             self.models.append(jax.device_get(progress.server.model))
             progress, _, cohort, uploads = rounds.observed(progress)
-            self.last = {int(client): trees.take(uploads["model"], row) for row, client in enumerate(cohort.ids)}
+            self.last = by_client(uploads["model"], cohort.ids)
             self.changes.append({client: changed(model, self.models[-1]) for client, model in self.last.items()})
         self.final = jax.device_get(progress.server.model)
+
+
+def by_client(models: Any, ids: Any) -> dict[int, Any]:
+    """Stacked models [K, ...] by the numbers of their clients."""
+    return {int(client): jax.tree.map(lambda leaf, row=row: leaf[row], models) for row, client in enumerate(ids)}
 
 
 def changed(new: Any, old: Any) -> Any:
@@ -151,7 +156,7 @@ def federaser(simulator: Simulator, constants: RunConstants, history: History, *
             step = mean_of(old, sizes)
         else:
             _, _, cohort, uploads = rounds.observed(continued(rounds, model, number))
-            sent = {int(client): trees.take(uploads["model"], row) for row, client in enumerate(cohort.ids)}
+            sent = by_client(uploads["model"], cohort.ids)
             new = {client: changed(each, model) for client, each in sent.items()}
             if by_layer:
                 step = jax.tree.map(rescaled, mean_of(new, sizes), mean_of(old, sizes))

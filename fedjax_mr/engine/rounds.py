@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr import trees
 from fedjax_mr.engine.clients import ClientAxis, positions
 from fedjax_mr.engine.placement import CohortSamples, HostMemory, HostSamples, place, shapes_at, shared_by_cpus
 from fedjax_mr.engine.program import Programs, Stopwatch
@@ -236,7 +235,7 @@ class Rounds:
         trained = jax.device_get(self._call_clients(progress.round, rows, None))
         progress, report = self._call_finish(progress, plan, trained)
         order = np.asarray(positions(plan.slots, plan.cohort.ids.shape[0]))
-        return progress, report, jax.device_get(plan.cohort), trees.take(trained[0], order)
+        return progress, report, jax.device_get(plan.cohort), jax.tree.map(lambda leaf: leaf[order], trained[0])
 
     def _with_samples(self, progress: Progress, number: int) -> tuple[Progress, Report]:
         """Run round ``number``. If samples are kept on the host, also send those of the next round."""

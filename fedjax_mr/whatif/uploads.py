@@ -80,7 +80,7 @@ class UploadPrograms:
         (slopes,) = pull_back(test_gradient(model, before, test))  # of the test loss by each number of each upload
         changes = jax.tree.map(lambda new, old: new - old[None], uploads["model"]["params"], before["params"])
         step = trees.subtract(after, before["params"])
-        inner = lambda a, b: sum(map(lambda x, y: jnp.sum(x * y), jax.tree.leaves(a), jax.tree.leaves(b)))
+        inner = lambda a, b: jax.tree.reduce(jnp.add, jax.tree.map(lambda x, y: jnp.sum(x * y), a, b))
         norm = lambda tree: jnp.sqrt(trees.squared_norm(tree))
         return {
             "influence": -jax.vmap(inner)(slopes, changes),
