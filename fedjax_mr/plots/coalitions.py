@@ -14,19 +14,22 @@ MOST_IN_LATTICE = 6  # clients, which have 64 sets
 
 
 def lattice(
-    values: Mapping[frozenset[int], float], path: Path | str, *, count: int, label: str, lower: bool = False
+    values: Mapping[frozenset[int], float], path: Path | str, *, names: Sequence[str], label: str, lower: bool = False
 ) -> None:
     """Draw the value of every set of N clients, from nobody at the bottom to all at the top.
+
+    Sets have the numbers of their clients, and a line below the names, if these are others.
 
     A line joins two sets that differ by one client. It is orange if the client makes the value worse.
 
     Args:
       values: the value of each of the 2^N sets.
       path: file to write, in one of `FORMATS`.
-      count: N.
+      names: names of the clients [N].
       label: name of the value.
       lower: whether lower values are better.
     """
+    count = len(names)
     rows = [list(itertools.combinations(range(count), size)) for size in range(count + 1)]
     at = {
         frozenset(each): (place - (len(row) - 1) / 2, size)
@@ -62,7 +65,9 @@ def lattice(
         figure.colorbar(points, label=label)
         axis.set_yticks(range(count + 1))
         axis.set_xticks([])
-        name_axes(axis, y_label="number of clients")
+        numbers = list(map(str, range(count)))
+        legend = ", ".join(f"{number}: {name}" for number, name in zip(numbers, names, strict=True))
+        name_axes(axis, "" if list(names) == numbers else legend, "number of clients")
         axis.spines[["bottom", "left"]].set_visible(False)
 
 

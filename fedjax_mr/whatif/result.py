@@ -165,7 +165,7 @@ class WhatIf:
             plots.lattice(
                 {each: float(self.value(each).mean()) for each in self.coalitions},
                 Path(folder) / f"coalitions.{picture_format}",
-                count=clients,
+                names=self.names,
                 label=f"test {words}",
                 lower=self.metric in self.lower,
             )

@@ -24,7 +24,8 @@ def test_a_line_is_orange_where_a_client_makes_the_value_worse(figure, lower, ex
     """Client 2 takes 1 from each of four sets, and clients 0 and 1 bring 1 to each of four."""
     sets = (frozenset(each) for size in range(4) for each in itertools.combinations(range(3), size))
     values = {each: float(len(each & {0, 1}) - len(each & {2})) for each in sets}
-    coalitions.lattice(values, "unused", count=3, label="value", lower=lower)
+    coalitions.lattice(values, "unused", names=["0", "1", "x"], label="value", lower=lower)
+    assert figure.axes[0].get_xlabel() == "0: 0, 1: 1, 2: x"
     lines = figure.axes[0].lines
     assert len(lines) == 12
     assert sum(to_hex(line.get_color()).upper() == COLOURS[1] for line in lines) == expected
