@@ -166,7 +166,8 @@ def _add_contributions(content: dict[str, Any], path: Path) -> None:
     head, rows = table["head"], table["rows"]
     try:
         at = {name: head.index(name) for name in ("name", "rule", "mean", "std", "metric")}
-        for rule in dict.fromkeys(row[at["rule"]] for row in rows):
+        metric = rows[0][at["metric"]]
+        for rule in dict.fromkeys(row[at["rule"]] for row in rows if row[at["metric"]] == metric):
             own = [row for row in rows if row[at["rule"]] == rule]
             values = [float(row[at["mean"]]) for row in own]
             deviations = [float(row[at["std"]] or 0) for row in own]
@@ -177,7 +178,6 @@ def _add_contributions(content: dict[str, Any], path: Path) -> None:
     except (ValueError, IndexError) as error:
         raise UserError(f"{path / 'contributions.csv'} is damaged ({error})") from None
     best = max(range(len(first["y"])), key=lambda place: first["y"][place])
-    metric = rows[0][at["metric"]]
     content["verdict"].append(
         f"Client {first['x'][best]} contributes most to the test {metric} ({first['name']}: {first['y'][best]:+.4f})"
     )

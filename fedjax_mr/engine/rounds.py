@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr.engine.clients import ClientAxis
+from fedjax_mr.engine.clients import ClientAxis, positions
 from fedjax_mr.engine.placement import CohortSamples, HostMemory, HostSamples, place, shapes_at, shared_by_cpus
 from fedjax_mr.engine.program import Programs, Stopwatch
 from fedjax_mr.engine.round import (
@@ -25,7 +25,7 @@ from fedjax_mr.engine.round import (
 )
 from fedjax_mr.engine.trials import OneTrial, SeveralTrials, stack_trials
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies.interface import Info, State, kept_models
+from fedjax_mr.strategies.interface import Cohort, Info, Payload, State, kept_models
 
 RemoteTraining = Callable[[int, CohortPlan, ClientRow], tuple[CohortPlan, Any, Info]]
 """Training outside of this process: (round, plan, rows [K', ...]) -> (plan, trained rows, info), on the host."""
@@ -225,6 +225,17 @@ class Rounds:
             if np.any(self.trial.watched(self.constants) & (np.asarray(report.bad_client) >= 0)):
                 break
         return progress, functools.reduce(join, reports)
+
+    def observed(self, progress: Progress) -> tuple[Progress, Report, Cohort, Payload]:
+        """Run one round in three calls. Return, beside its results, the cohort and its messages [K, ...] on the host.
+
+        Consumes ``progress``. Samples and memories must be on the devices.
+        """
+        plan, rows = self._call_begin(progress)
+        trained = jax.device_get(self._call_clients(progress.round, rows, None))
+        progress, report = self._call_finish(progress, plan, trained)
+        order = np.asarray(positions(plan.slots, plan.cohort.ids.shape[0]))
+        return progress, report, jax.device_get(plan.cohort), jax.tree.map(lambda leaf: leaf[order], trained[0])
 
     def _with_samples(self, progress: Progress, number: int) -> tuple[Progress, Report]:
         """Run round ``number``. If samples are kept on the host, also send those of the next round."""

@@ -1,6 +1,7 @@
 """All plots, one subject per file. Only this package imports matplotlib, when it draws; it needs no display."""
 
 from fedjax_mr.plots.clients import contributions, histograms, partition, personal
+from fedjax_mr.plots.coalitions import MOST_IN_LATTICE, approximations, lattice
 from fedjax_mr.plots.figure import FORMATS, X_UNITS, Design, import_ahead, new_axes, unit_of
 from fedjax_mr.plots.lines import Series, bars, coloured, curves, draw, lines
 from fedjax_mr.plots.looks import COLOURS, Look, looks
@@ -9,11 +10,13 @@ from fedjax_mr.plots.timeline import Jobs, timeline
 __all__ = [
     "COLOURS",
     "FORMATS",
+    "MOST_IN_LATTICE",
     "X_UNITS",
     "Design",
     "Jobs",
     "Look",
     "Series",
+    "approximations",
     "bars",
     "coloured",
     "contributions",
@@ -21,6 +24,7 @@ __all__ = [
     "draw",
     "histograms",
     "import_ahead",
+    "lattice",
     "lines",
     "looks",
     "new_axes",

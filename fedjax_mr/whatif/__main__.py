@@ -28,11 +28,14 @@ class Settings:
 
     coalitions: str = field(
         "all",
-        "Sets of clients to train: all subsets, all clients but one (leave_one_out), or the first clients of random "
-        "orders (orders)",
+        "Sets of clients to train: all subsets, all clients but one (leave_one_out), the first clients of random "
+        "orders (orders), or of orders in which each client has each place (stratified)",
         choices=KINDS,
     )
     orders: int = field(20, "Number of random orders of the clients", low=1, high=100_000)
+    approximations: bool = field(
+        False, "Also approximate the contributions from the uploads of one more training run of all clients"
+    )
     seeds: str | None = field(
         None,
         "Seeds of the training, such as 0,1,5 or 0:3. The partition is that of --seed or --partition_seed for all of "
@@ -67,6 +70,7 @@ def _what_if(arguments: list[str]) -> None:
             seeds=grids.seeds_of(settings.seeds) or None,
             metric=settings.metric,
             orders=settings.orders,
+            approximations=settings.approximations,
             block=settings.block,
             folder=settings.whatif_dir,
             progress=config.progress,

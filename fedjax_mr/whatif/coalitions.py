@@ -9,7 +9,7 @@ from fedjax_mr.errors import UserError
 
 Coalition = frozenset[int]
 
-KINDS = ("all", "leave_one_out", "orders")
+KINDS = ("all", "leave_one_out", "orders", "stratified")
 MOST_CLIENTS = 16  # of which all subsets are trained: 65,536 federations
 
 
@@ -17,7 +17,8 @@ def sets_of(kind: str | Iterable[Iterable[int]], count: int, orders: np.ndarray)
     """The coalitions of a kind, each once, by size. The empty one and that of all clients are always among them.
 
     Args:
-      kind: ``all`` subsets, ``leave_one_out``, the first clients of random ``orders``, or coalitions themselves.
+      kind: ``all`` subsets, ``leave_one_out``, the first clients of random ``orders`` or of their rotations
+        (``stratified``), or coalitions themselves.
       count: number of clients N.
       orders: random orders of the clients [M, N].
 
@@ -34,8 +35,9 @@ def sets_of(kind: str | Iterable[Iterable[int]], count: int, orders: np.ndarray)
         found = {frozenset(each) for size in range(count + 1) for each in itertools.combinations(range(count), size)}
     elif kind == "leave_one_out":
         found = {everyone - {client} for client in everyone}
-    elif kind == "orders":
-        found = {frozenset(order[:size].tolist()) for order in orders for size in range(count + 1)}
+    elif kind in ("orders", "stratified"):
+        chosen = orders if kind == "orders" else rotations(orders)
+        found = {frozenset(order[:size].tolist()) for order in chosen for size in range(count + 1)}
     elif isinstance(kind, str):
         raise UserError(f"coalitions={kind} is none of {', '.join(KINDS)}")
     else:
@@ -47,6 +49,13 @@ def random_orders(count: int, how_many: int, seed: int = 0) -> np.ndarray:
     """Random orders of the clients [how_many, N]."""
     generator = np.random.default_rng(seed)
     return np.array([generator.permutation(count) for _ in range(how_many)]).reshape(how_many, count)
+
+
+def rotations(orders: np.ndarray) -> np.ndarray:
+    """All N rotations of the first orders of [M, N], about M in all: each client has each place equally often."""
+    count = orders.shape[1]
+    first = orders[: -(-len(orders) // max(1, count))]
+    return np.array([np.roll(order, shift) for order in first for shift in range(count)]).reshape(-1, count)
 
 
 def by_size(coalition: Coalition) -> tuple[int, list[int]]:

@@ -9,8 +9,12 @@ Letters: N clients, S seeds, M orders. v is the value of a coalition, such as th
 * ``leave_one_out``: v(all) - v(all without the client).
 * ``alone``: v(the client alone) - v(nobody).
 * ``orders``: the mean gain over M random orders (Castro et al., Computers & Operations Research 2009).
-* ``truncated``: the same, where an order ends at the first coalition whose value is within `TOLERANCE` of v(all), in
-  parts of v(all) - v(nobody). The other clients of the order gain 0 (Ghorbani and Zou, ICML 2019).
+* ``stratified``: the same over about M orders in which each client has each place equally often (strata as in Castro et
+  al., Computers & Operations Research 2017; here the orders are rotations of random ones, and no stratum gets more).
+* ``truncated``: as ``orders``, where an order ends at the first coalition whose value is within `TOLERANCE` of v(all),
+  in parts of v(all) - v(nobody). The other clients of the order gain 0 (Ghorbani and Zou, ICML 2019).
+
+`fedjax_mr.whatif.approximations` has rules that need a single training run.
 """
 
 import math
@@ -18,7 +22,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from fedjax_mr.whatif.coalitions import Coalition
+from fedjax_mr.whatif.coalitions import Coalition, rotations
 
 Values = Mapping[Coalition, np.ndarray]
 """The value of each coalition for each seed [S]. Higher is better."""
@@ -37,14 +41,22 @@ def contributions(values: Values, count: int, orders: np.ndarray) -> dict[str, n
     everyone, clients = frozenset(range(count)), range(count)
     found: dict[str, np.ndarray] = {}
     if len(values) == 2**count:
-        found |= {"shapley": _exact(values, count, _shapley), "banzhaf": _exact(values, count, _banzhaf)}
+        found |= {"shapley": shapley(values, count), "banzhaf": _exact(values, count, _same)}
     if all(everyone - {client} in values for client in clients):
         found["leave_one_out"] = np.stack([values[everyone] - values[everyone - {each}] for each in clients], axis=-1)
     if all(frozenset({client}) in values for client in clients):
         found["alone"] = np.stack([values[frozenset({each})] - values[frozenset()] for each in clients], axis=-1)
-    if len(orders) and all(frozenset(order[:size].tolist()) in values for order in orders for size in clients):
+    known = lambda orders: all(frozenset(order[:size].tolist()) in values for order in orders for size in clients)
+    if len(orders) and known(orders):
         found |= {"orders": from_orders(values, orders), "truncated": from_orders(values, orders, TOLERANCE)}
+    if len(orders) and known(rotations(orders)):
+        found["stratified"] = from_orders(values, rotations(orders))
     return found
+
+
+def shapley(values: Values, count: int) -> np.ndarray:
+    """The Shapley values of N clients [S, N], from the values of all their coalitions."""
+    return _exact(values, count, _by_orders)
 
 
 def from_orders(values: Values, orders: np.ndarray, tolerance: float | None = None) -> np.ndarray:
@@ -73,12 +85,12 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(deviations[0] @ deviations[1]) / size if size else math.nan
 
 
-def _shapley(sizes: np.ndarray, count: int) -> np.ndarray:
+def _by_orders(sizes: np.ndarray, count: int) -> np.ndarray:
     """The share of the orders in which a client joins a coalition of ``sizes`` clients."""
     return np.array([1 / (count * math.comb(count - 1, size)) for size in range(count)])[sizes]
 
 
-def _banzhaf(sizes: np.ndarray, count: int) -> np.ndarray:
+def _same(sizes: np.ndarray, count: int) -> np.ndarray:
     """The same weight for all coalitions."""
     return np.full(len(sizes), 1 / 2 ** (count - 1))
 

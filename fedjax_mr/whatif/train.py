@@ -29,6 +29,7 @@ from fedjax_mr.experiment.simulated_time import simulates_time
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Variables
 from fedjax_mr.tasks import Task
+from fedjax_mr.whatif import uploads
 from fedjax_mr.whatif.coalitions import Coalition, by_slots, random_orders, sets_of, text
 from fedjax_mr.whatif.record import Record
 from fedjax_mr.whatif.result import WhatIf
@@ -46,6 +47,7 @@ def what_if(
     seeds: Sequence[int] | None = None,
     metric: str | None = None,
     orders: int = 20,
+    approximations: bool = False,
     block: int | None = None,
     folder: Path | str | None = None,
     progress: bool = False,
@@ -57,13 +59,16 @@ def what_if(
 
     Args:
       federation: all clients, with method, network and local training.
-      coalitions: ``all`` subsets, ``leave_one_out``, ``orders`` (the first clients of random orders), or a list of sets
-        of clients. The empty coalition and all clients are always added.
+      coalitions: ``all`` subsets, ``leave_one_out``, ``orders`` (the first clients of random orders), ``stratified``
+        (those of orders in which each client has each place), or a list of sets of clients. The empty coalition and
+        all clients are always added.
       rounds: rounds of each federation. Default: that of the configuration; a simulator needs it.
       seeds: seeds of the training. Default: the one of the configuration, or 0.
       metric: the test result that is the value of a coalition: a metric of the task, or ``loss``. Default: the first
         metric of the task.
       orders: number of random orders M.
+      approximations: whether the contributions are also approximated from the uploads of one more training run of all
+        clients per seed (`fedjax_mr.whatif.approximations`).
       block: coalitions that train together. Default: as many as fit into memory, at most `LARGEST_BLOCK`.
       folder: folder of the results. With it, an interrupted call continues after its last finished block.
       progress: whether to write the progress to standard error.
@@ -77,7 +82,7 @@ def what_if(
         simulator = federation if isinstance(federation, Simulator) else _simulator(federation)
         if isinstance(federation, Config):
             rounds, seeds = rounds or federation.rounds, (federation.seed,) if seeds is None else seeds
-        if reason := refusal(simulator):
+        if reason := refusal(simulator) or (uploads.refusal(simulator) if approximations else ""):
             raise UserError(reason)
         if not isinstance(rounds, int) or rounds < 1:
             raise UserError(f"rounds={rounds!r} must be a whole number of at least 1")
@@ -91,16 +96,21 @@ def what_if(
         try:
             wanted = [(seed, each) for seed in seeds for each in chosen]
             train(simulator, rounds, wanted, record, block=block, say=_say(len(wanted)) if progress else None)
+            if approximations:
+                uploads.observe(
+                    simulator, rounds, seeds, record, say=_say(len(seeds), "runs observed") if progress else None
+                )
         finally:
             record.close()
     result = WhatIf(
         names=federated.names or tuple(map(str, range(federated.num_clients))),
         sizes=federated.sizes,
         seeds=seeds,
-        rows={pair: record.rows[pair] for pair in wanted},
+        rows={pair: record.trained.rows[pair] for pair in wanted},
         metric=metric or task.primary.name,
-        lower=_lower_is_better(task, next(iter(record.rows.values()))),
+        lower=_lower_is_better(task, next(iter(record.trained.rows.values()))),
         orders=random,
+        rebuilt={key: row for key, row in record.rebuilt.rows.items() if key[0] in seeds} if approximations else {},
     )
     if folder is not None:
         result.write(folder)
@@ -136,22 +146,22 @@ def train(
     say: Callable[[int], None] | None = None,
 ) -> None:
     """Train and test the coalitions that the record does not have, block after block."""
-    missing, cohort = [pair for pair in wanted if pair not in record.rows], simulator.problem.cohort_size
+    missing, cohort = [pair for pair in wanted if pair not in record.trained.rows], simulator.problem.cohort_size
     vacant = any(0 < len(each) < cohort for _, each in missing) and takes_vacant_slots(simulator.rounds.constants)
     groups = by_slots(missing, cohort, vacant=vacant)
     for slots, pairs in groups.items():
         _require_cohort(simulator, slots, pairs[0][1], vacant=vacant)
     for slots, pairs in groups.items():
         if slots == 0:
-            record.add({pair: _test(simulator, _initial(simulator, pair[0])) for pair in pairs})
+            record.trained.add({pair: _test(simulator, _initial(simulator, pair[0])) for pair in pairs})
             continue
         count = min(block or _block(simulator, slots), len(pairs))
         for first in range(0, len(pairs), count):
             interrupts.check()
             part = pairs[first : first + count]
-            record.add(_train_block(simulator, rounds, part, count, vacant=vacant))
+            record.trained.add(_train_block(simulator, rounds, part, count, vacant=vacant))
             if say is not None:
-                say(sum(pair in record.rows for pair in wanted))
+                say(sum(pair in record.trained.rows for pair in wanted))
 
 
 def _train_block(
@@ -256,5 +266,5 @@ def _lower_is_better(task: Task, columns: Iterable[str]) -> frozenset[str]:
     return frozenset(each for each in columns if each in names or re.sub(r"_\d+$", "", each) in names)
 
 
-def _say(total: int) -> Callable[[int], None]:
-    return lambda done: print(f"fedjax-mr: {done:,} of {total:,} federations trained", file=sys.stderr)
+def _say(total: int, what: str = "federations trained") -> Callable[[int], None]:
+    return lambda done: print(f"fedjax-mr: {done:,} of {total:,} {what}", file=sys.stderr)

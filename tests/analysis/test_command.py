@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+import audit
 import campaign
 import landscape
 import leakage
@@ -21,6 +22,7 @@ import reassembly
 import roles
 import similarity
 import theorem1
+import unlearning
 import worth
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.__main__ import COMMANDS, main
@@ -28,7 +30,7 @@ from fedjax_mr.analysis.command import script
 from fedjax_mr.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-STUDIES = (campaign, landscape, leakage, reassembly, roles, similarity, theorem1, worth)
+STUDIES = (audit, campaign, landscape, leakage, reassembly, roles, similarity, theorem1, unlearning, worth)
 
 
 def fake_run(folder, similarities):

@@ -88,6 +88,7 @@ def test_a_what_if(tmp_path, monkeypatch):
     Path("what").mkdir()
     Path("what/contributions.csv").write_text(
         "client,name,samples,metric,rule,mean,std,seeds\n0,a,5,accuracy,shapley,0.1,0.01,2\n1,b,5,accuracy,shapley,0.25,,2\n"
+        "0,a,5,local loss,local_loss,12,,2\n1,b,5,local loss,local_loss,9,,2\n"  # another unit: no bars
     )
     assert main(["report", "what"]) == 0
     found = content("what/report.html")

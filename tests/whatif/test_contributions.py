@@ -34,6 +34,12 @@ def test_all_orders_give_the_shapley_values():
     np.testing.assert_allclose(exact["orders"], exact["shapley"])
 
 
+def test_strata_are_exact_if_gains_depend_on_the_place_alone():
+    found = contributions(game(lambda each: len(each) ** 2), 3, random_orders(3, 1))
+    np.testing.assert_allclose(found["stratified"], [[3, 3, 3]])
+    assert sorted(found["orders"][0]) == [1, 3, 5]
+
+
 def test_a_truncated_order_gives_nothing_to_the_clients_after_its_end():
     values = game(lambda each: {0: 0.0, 1: 0.8, 2: 0.97, 3: 1.0}[len(each)])
     order = np.array([[2, 0, 1]])

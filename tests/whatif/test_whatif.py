@@ -239,13 +239,15 @@ def test_bad_input(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_command(tmp_path, capsys):
-    flags = ["--dataset=digits", "--clients=3", "--cohort=2", "--rounds=2", "--model=logistic", "--strategy=fedmr"]
-    assert main([*flags, "--seeds=0:2", f"--whatif_dir={tmp_path}"]) == 0
+    flags = ["--dataset=digits", "--clients=3", "--cohort=2", "--rounds=2", "--model=logistic", "--strategy=fedavg"]
+    assert main([*flags, "--seeds=0:2", "--approximations", f"--whatif_dir={tmp_path}"]) == 0
     output = capsys.readouterr()
     assert output.out.splitlines()[1].split()[:3] == ["client", "samples", "shapley"]
-    assert "16 of 16 federations trained" in output.err
+    assert output.out.count("rank correlation with shapley") == 2 and " fedsv " in output.out
+    assert "16 of 16 federations trained" in output.err and "2 of 2 runs observed" in output.err
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
-        "coalitions.csv", "contributions.csv", "contributions.png", "whatif.json",
+        "approximations.png", "coalitions.csv", "coalitions.png", "contributions.csv", "contributions.png",
+        "uploads.csv", "whatif.json",
     ]  # fmt: skip
     result = fmr.run(
         fmr.Config(
@@ -254,10 +256,10 @@ def test_the_command(tmp_path, capsys):
             cohort=2,
             rounds=2,
             model="logistic",
-            strategy="fedmr",
+            strategy="fedavg",
             run_dir=str(tmp_path / "run"),
         )
     )
     last = (tmp_path / "coalitions.csv").read_text().splitlines()[8].split(",")
     assert last[:3] == ["0", "3", "0 1 2"]
-    assert float(last[3]) == pytest.approx(result.summary["accuracy"], abs=0.003)
+    assert float(last[3]) == pytest.approx(result.summary["accuracy_last"], abs=0.003)
