@@ -18,6 +18,7 @@ from fedjax_mr.strategies import (
     fedasam,
     fedasync,
     fedavg,
+    fedawa,
     fedbuff,
     fedcross,
     feddc,
@@ -163,6 +164,7 @@ _OURS: dict[str, dict[str, Row]] = {
             title="FedExP",
             contract=Contract(extrapolating=fedexp.Hyper(epsilon=0.0)),
         ),
+        "fedawa": Row(fedawa.build, fedawa.Hyper, "Shi et al., CVPR 2025", title="FedAWA"),
         "clusamp": Row(clusamp.build, clusamp.Hyper, "Fraboni et al., ICML 2021", title="CluSamp"),
         "fedsubavg": Row(fedsubavg.build, fedsubavg.Hyper, "Ding et al., NeurIPS 2022", title="FedSubAvg"),
         "diloco": Row(
