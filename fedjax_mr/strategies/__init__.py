@@ -32,6 +32,7 @@ from fedjax_mr.strategies import (
     fedme,
     fedmerge,
     fedmr,
+    fedmuon,
     fedmut,
     fedntd,
     fedprox,
@@ -207,6 +208,7 @@ _OURS: dict[str, dict[str, Row]] = {
             title="SCAFFOLD",
             contract=Contract(extrapolating=scaffold.Hyper(server_lr=2.0)),
         ),
+        "fedmuon": Row(fedmuon.build, fedmuon.Hyper, "Takezawa et al., ICLR 2026", title="FedMuon"),
         "moon": Row(moon.build, moon.Hyper, "Li et al., CVPR 2021", title="MOON"),
         "fedgen": Row(
             fedgen.build,
