@@ -30,6 +30,7 @@ from fedjax_mr import trees
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.registry import Registry
 from fedjax_mr.settings import field
+from fedjax_mr.strategies.interface import Received
 
 Make = Callable[[int, int, np.random.Generator], Any]
 """(N, degree, rng) -> W [N, N] or [T, N, N], neighbours [N, N] of 0 and 1, or a graph of networkx."""
@@ -219,6 +220,12 @@ class Graph(NamedTuple):
         """The weights [N, S] with which active clients receive the models of active neighbours."""
         shares = self.turn(self.shares, round)
         return jnp.where(active[:, None] & active[self.turn(self.ids, round)], shares, 0.0)
+
+    def received(self, round: jax.Array, active: jax.Array) -> Received:
+        """What the clients receive in a round if only the ``active`` clients [N] take part."""
+        counts = (self.shares > 0).sum(axis=2)
+        sent = self.turn(self.ids, round), self.sent(round, active), self.turn(counts.astype(np.int32), round)
+        return Received(*sent, least=int(counts.min()), most=int(counts.max()))
 
     def map(self, round: jax.Array, active: jax.Array) -> trees.Map:
         """The map of a round if only the ``active`` clients [N] take part.
