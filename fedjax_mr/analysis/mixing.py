@@ -105,7 +105,9 @@ def maps(strategy: Strategy, problem: Problem, *, draws: int) -> np.ndarray:
             return strategy.dispatch(new, cohort, second)["model"]["params"]
 
         change = jax.linearize(after, jnp.zeros(count))[1]
-        columns = jax.lax.map(change, jnp.eye(count))  # leaves [K, K, ...]: of each sender, what each client receives
+        # Leaves [K, K, ...]: of each sender, what each client receives. The mean is taken after the loop: jaxlib 0.10.2
+        # sums a product of a matrix and a broadcast vector wrongly (experiments/notebook/speed.md).
+        columns = jax.lax.map(change, jnp.eye(count))
         means = [jnp.mean(leaf.reshape(count, count, -1), axis=2).T for leaf in jax.tree.leaves(columns)]
         return jnp.stack(means)  # [L, K, K]
 

@@ -37,7 +37,7 @@ from fedjax_mr.client.samples import ClientData, Samples, one_client
 from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.strategies import interface, parts
-from fedjax_mr.strategies.interface import Cohort, Info, LayerExchange, Memory, Payload, Problem, Strategy
+from fedjax_mr.strategies.interface import Cohort, Combine, Info, LayerExchange, Memory, Payload, Problem, Strategy
 from fedjax_mr.strategies.traffic import Traffic
 
 ORDER = ("robust", "attack", "privacy", "compression", "exchange")
@@ -102,6 +102,8 @@ class Link(NamedTuple):
     """The inverse of ``down``, at the client."""
     exchange: LayerExchange | None = None
     """What the K clients exchange among themselves, without the server. Such a link has neither of the two sides."""
+    neighbours: Combine | None = None
+    """What the clients of a method without a server do in place of the server's side. Default: the same as a server."""
     check: Callable[[Strategy, Problem], None] | None = None
     """Raise a `UserError` if the link cannot work with a strategy. Default: it works with every strategy."""
     excludes: tuple[tuple[str, str], ...] = ()
@@ -156,11 +158,14 @@ def channel(inner: Strategy, problem: Problem, links: Sequence[Link]) -> Strateg
         for kind, reason in link.excludes:
             if kind in kinds:
                 raise UserError(reason)
+        if link.neighbours is not None and inner.neighbours is not None:
+            inner = inner._replace(server_update=inner.neighbours(link.neighbours))
         if link.check is not None:
             link.check(inner, problem)
         if link.exchange is not None:
             inner = _exchanging(inner, link.exchange)
-    links = tuple(link for link in links if link.exchange is None)
+    without_server = inner.neighbours is not None
+    links = tuple(link for link in links if link.exchange is None and not (link.neighbours and without_server))
     return _Channel(inner, problem, links).strategy() if links else inner
 
 

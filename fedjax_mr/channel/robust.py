@@ -48,6 +48,18 @@ Centered clipping: ByzFL and the authors have a constant radius (100 and 10) and
 round. The default here is the median distance of the changes, from the reference in each round, so there is nothing to
 tune.
 
+Methods without a server (D-PSGD): each client applies the rule to its own model and those that it receives, and f is
+the number of attackers among its neighbours. All clients must take part in each round.
+
+- ``median``, ``trimmed_mean``, ``krum``, ``multi_krum``, ``geometric_median``: the result is the client's new model, as
+  in the code of He, Karimireddy, Jaggi: Byzantine-Robust Decentralized Learning via ClippedGossip, arXiv 2202.01545,
+  2022. All models of a neighbourhood have equal weights. So ``trimmed_mean`` with f = 0 is the mean of the graph only
+  if all clients have the same number of neighbours.
+- ``centered_clip`` is their ClippedGossip: x_i + sum over j of W_ij clip(x_j - x_i), with the weights of the graph. The
+  radius is the (S - f)-th smallest distance of the S neighbours' models to x_i; the code has f = 1 or a constant.
+
+``nnm`` and ``bucketing`` are refused there, as for K models.
+
 A message that is not finite, or whose squared length is not, counts as one of the f outliers. The rules leave it out:
 with m such messages they combine the other K - m against max(f - m, 0) outliers. If no message is usable, the result is
 the reference.
@@ -64,7 +76,7 @@ from fedjax_mr import trees
 from fedjax_mr.channel.base import Context, Link, Values
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.settings import field
-from fedjax_mr.strategies.interface import Info, Problem, Strategy
+from fedjax_mr.strategies.interface import Combine, Info, Problem, Received, Strategy
 
 Tree = trees.Params
 Number = jax.Array | float
@@ -128,6 +140,11 @@ def robust(problem: Problem, rule: str, *, outliers: int, before: str = "none", 
     refuses = "krum" in rule and before == "none"  # a message is accepted or refused as a whole
 
     def check(strategy: Strategy, problem: Problem) -> None:
+        if strategy.neighbours is not None and problem.cohort_size < problem.num_clients:
+            raise UserError(
+                f"neighbours apply {rule} to the models that they receive, so all must send: set "
+                f"cohort={problem.num_clients}"
+            )
         if strategy.increments and not refuses:
             raise UserError(
                 f"the clients add their {' and '.join(strategy.increments)} to their memory, which "
@@ -140,7 +157,7 @@ def robust(problem: Problem, rule: str, *, outliers: int, before: str = "none", 
             )
         count, size = problem.cohort_size, BUCKET if before == "bucketing" else 1
         needed = size * (2 * outliers + (2 if "krum" in rule else 0)) + 1
-        if outliers < 0 or count < needed:
+        if outliers < 0 or (count < needed and strategy.neighbours is None):
             raise UserError(
                 f"{rule}{' of buckets' if size > 1 else ''} against outliers={outliers} needs cohort={needed} or more, "
                 f"but the cohort is {count}: choose a larger cohort or another number of outliers"
@@ -167,16 +184,60 @@ def robust(problem: Problem, rule: str, *, outliers: int, before: str = "none", 
             state = state.at[context.client].set(shares | ~usable)
         return state, values, {"rejected": jnp.mean(jnp.where(usable, shares.astype(jnp.float32), 1.0))}
 
+    without_server = neighbourhoods(rule, outliers)
     if not refuses:
-        return Link("robust", server=server, check=check)
+        return Link("robust", server=server, check=check, neighbours=without_server)
     return Link(
         "robust",
         server=server,
+        neighbours=without_server,
         init=lambda key: jnp.zeros(problem.num_clients, bool),
         announce=lambda refused, client: refused[client],
         check=check,
         refuses=True,
     )
+
+
+def neighbourhoods(rule: str, outliers: int) -> Combine:
+    """The rule of clients without a server, with f = ``outliers`` among the neighbours of each client.
+
+    Info: ``rejected``, the share of the received models that are shortened (``centered_clip``) or not finite.
+
+    Raises:
+      UserError: when it is called, if a client has too few neighbours, or if Krum's clients have different numbers.
+    """
+
+    def combine(params: Tree, received: Received) -> tuple[Tree, Info]:
+        needed, have = 2 * outliers + (2 if "krum" in rule else 0) + 1, received.least + 1
+        if have < needed:
+            raise UserError(
+                f"{rule} against outliers={outliers} among the neighbours needs {needed} models, but a client has "
+                f"{have} with its own: use a graph with more neighbours"
+            )
+        if "krum" in rule and received.least < received.most:
+            raise UserError(f"{rule} needs a graph in which all clients have the same number of neighbours")
+
+        def one(client: jax.Array) -> tuple[Tree, jax.Array]:
+            own, ids, shares = trees.take(params, client), received.ids[client], received.shares[client]
+            changes = jax.tree.map(lambda leaf, own: leaf[ids] - own[None], params, own)
+            sent = shares > 0
+            usable = sent & jnp.isfinite(squared_norms(changes))
+            changes = jax.tree.map(lambda leaf: jnp.where(_column(usable, leaf), leaf, 0.0), changes)
+            lost, empty = sent & ~usable, ids.shape[0] - received.counts[client]
+            if rule == "centered_clip":
+                distances = jnp.sqrt(squared_norms(changes))
+                last = jnp.minimum(received.counts[client] - outliers, jnp.sum(usable)) - 1
+                factors = _factors(distances, _sorted(distances, usable)[last])
+                return trees.add(own, _combined(changes, shares * factors)), (factors < 1) | lost
+            itself = jax.tree.map(lambda leaf: jnp.pad(leaf, ((1, 0), *((0, 0),) * (leaf.ndim - 1))), changes)
+            allowed = outliers if "krum" in rule else outliers + empty  # an empty place is no outlier
+            return trees.add(own, RULES[rule](itself, allowed, jnp.pad(usable, (1, 0), constant_values=True))), lost
+
+        params, rejected = jax.lax.map(one, jnp.arange(received.ids.shape[0], dtype=jnp.int32))  # S models at a time
+        sent = jnp.maximum(jnp.sum(received.shares > 0), 1).astype(jnp.float32)
+        return params, {"rejected": jnp.sum(rejected, dtype=jnp.float32) / sent}
+
+    return combine
 
 
 # --- Rules: leaves [K, ...] -> leaves [...] ---------------------------------------------------------------------------
@@ -417,7 +478,12 @@ def _mean_of(tree: Tree, kept: jax.Array) -> Tree:
 
 
 def _rows_times(factors: jax.Array, leaf: jax.Array) -> jax.Array:
-    return factors.reshape(-1, *(1,) * (leaf.ndim - 1)).astype(leaf.dtype) * leaf
+    return _column(factors, leaf).astype(leaf.dtype) * leaf
+
+
+def _column(rows: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Numbers of the rows [K] in the rank of a leaf [K, ...]."""
+    return rows.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
 def _zero_row(tree: Tree) -> Tree:

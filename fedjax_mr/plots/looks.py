@@ -26,7 +26,7 @@ METHODS = (
     "fedasync", "fedsa", "cabafl", "fedit", "ffalora", "fedsalora", "fedexlora",
     "flora", "flexlora", "hetlora", "rolora", "fedsubavg", "dpsgd", "gossipmr",
     "kgt", "diloco", "hierfavg", "ifca", "fedala", "fedrod", "ties",
-    "taskarithmetic",
+    "taskarithmetic", "fedawa", "fedmuon",
 )  # fmt: skip
 _PAIRS = len(COLOURS) * len(MARKERS)
 _OTHERS = 72  # the first look of methods that are not listed; those before `_PAIRS` are tried first

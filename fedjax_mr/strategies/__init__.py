@@ -18,6 +18,7 @@ from fedjax_mr.strategies import (
     fedasam,
     fedasync,
     fedavg,
+    fedawa,
     fedbuff,
     fedcross,
     feddc,
@@ -31,6 +32,7 @@ from fedjax_mr.strategies import (
     fedme,
     fedmerge,
     fedmr,
+    fedmuon,
     fedmut,
     fedntd,
     fedprox,
@@ -163,6 +165,7 @@ _OURS: dict[str, dict[str, Row]] = {
             title="FedExP",
             contract=Contract(extrapolating=fedexp.Hyper(epsilon=0.0)),
         ),
+        "fedawa": Row(fedawa.build, fedawa.Hyper, "Shi et al., CVPR 2025", title="FedAWA"),
         "clusamp": Row(clusamp.build, clusamp.Hyper, "Fraboni et al., ICML 2021", title="CluSamp"),
         "fedsubavg": Row(fedsubavg.build, fedsubavg.Hyper, "Ding et al., NeurIPS 2022", title="FedSubAvg"),
         "diloco": Row(
@@ -205,6 +208,7 @@ _OURS: dict[str, dict[str, Row]] = {
             title="SCAFFOLD",
             contract=Contract(extrapolating=scaffold.Hyper(server_lr=2.0)),
         ),
+        "fedmuon": Row(fedmuon.build, fedmuon.Hyper, "Takezawa et al., ICLR 2026", title="FedMuon"),
         "moon": Row(moon.build, moon.Hyper, "Li et al., CVPR 2021", title="MOON"),
         "fedgen": Row(
             fedgen.build,

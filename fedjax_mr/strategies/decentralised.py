@@ -4,13 +4,16 @@ In a simulation, the models of all N clients are one stack [N, ...]. A "round of
 neighbours, and nothing is sent to or from a server.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
+from fedjax_mr.errors import UserError
 from fedjax_mr.models.base import Variables
 from fedjax_mr.strategies.graphs import Graph
-from fedjax_mr.strategies.interface import Cohort, Info, Problem, Strategy
+from fedjax_mr.strategies.interface import Cohort, Combine, Info, Problem, ServerUpdate, Strategy
 from fedjax_mr.strategies.parts import Models, plain_training
 from fedjax_mr.strategies.traffic import Parcels, Traffic
 
@@ -20,8 +23,8 @@ ONLY_SIMULATED = "its clients send their models to each other, and there is no s
 def decentralised(problem: Problem, graph: Graph) -> Strategy:
     """Each client trains its model, then averages it with those of its neighbours.
 
-    Other methods replace ``server_update``. All members but ``init`` work with any state that has a field ``models``.
-    The model of a client is its personal model. The mean of all models is tested, too.
+    Other methods replace ``server_update`` and ``neighbours``. All members but ``init`` work with any state that has a
+    field ``models``. The model of a client is its personal model. The mean of all models is tested, too.
     """
 
     def init(key):
@@ -30,10 +33,16 @@ def decentralised(problem: Problem, graph: Graph) -> Strategy:
     def dispatch(state, cohort, key):
         return {"model": trees.take(state.models, cohort.ids)}
 
-    def server_update(state, uploads, cohort, round, key):
-        trained = put_active(state.models, uploads["model"], cohort)
-        models = trees.mix(trained, graph.map(round, active(problem, cohort)))
-        return state._replace(models=models), consensus(problem, models)
+    def averaged(combine=None):
+        def server_update(state, uploads, cohort, round, key):
+            trained, taking_part = put_active(state.models, uploads["model"], cohort), active(problem, cohort)
+            models, info = trees.mix(trained, graph.map(round, taking_part)), {}
+            if combine is not None:
+                params, info = combine(trained["params"], graph.received(round, taking_part))
+                models = models | {"params": params}
+            return state._replace(models=models), consensus(problem, models) | info
+
+        return server_update
 
     def traffic(usual, state, uploads, cohort, round):
         count = jnp.sum(graph.sent(round, active(problem, cohort)) > 0)
@@ -43,13 +52,23 @@ def decentralised(problem: Problem, graph: Graph) -> Strategy:
         init,
         dispatch,
         plain_training(problem),
-        server_update,
+        averaged(),
         global_model=lambda state: problem.model.mean(state.models, weights=problem.present),
         personal_part=lambda state, client_id: trees.take(state.models, client_id),
         personal_model=lambda part, memory, data, key: part,
         traffic=traffic,
         stale="uploaded",
+        neighbours=averaged,
     )
+
+
+def only_averages(reason: str) -> Callable[[Combine], ServerUpdate]:
+    """`Strategy.neighbours` of a method that works with the mean of the neighbours alone."""
+
+    def refuse(combine):
+        raise UserError(f"robust rules of neighbours do not suit this method: {reason}")
+
+    return refuse
 
 
 def active(problem: Problem, cohort: Cohort) -> jax.Array:

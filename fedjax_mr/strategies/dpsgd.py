@@ -19,7 +19,7 @@ import dataclasses
 from fedjax_mr import trees
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import graphs
-from fedjax_mr.strategies.decentralised import active, consensus, decentralised, put_active
+from fedjax_mr.strategies.decentralised import active, consensus, decentralised, only_averages, put_active
 from fedjax_mr.strategies.graphs import graph_of
 from fedjax_mr.strategies.interface import Problem, Strategy
 
@@ -51,4 +51,5 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         models = trees.mix(trained, map) | {"params": params}
         return state._replace(models=models), consensus(problem, models)
 
-    return trained_first._replace(server_update=server_update)
+    reason = "with hyper.order=mix clients average what they had before the training: use hyper.order=train"
+    return trained_first._replace(server_update=server_update, neighbours=only_averages(reason))

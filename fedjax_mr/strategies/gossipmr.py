@@ -24,7 +24,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.keys import random_key
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import fedmr, graphs
-from fedjax_mr.strategies.decentralised import active, consensus, decentralised, put_active
+from fedjax_mr.strategies.decentralised import active, consensus, decentralised, only_averages, put_active
 from fedjax_mr.strategies.graphs import Graph, graph_of
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.traffic import Parcels, Traffic
@@ -86,4 +86,8 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         swapped = jnp.sum(drawn(round, cohort) != jnp.arange(graph.num_clients)[None], axis=1)
         return Traffic(peer=tuple(Parcels.of(swapped[u], size // len(cohort.ids)) for u, size in enumerate(sizes)))
 
-    return decentralised(problem, graph)._replace(server_update=server_update, traffic=traffic)
+    return decentralised(problem, graph)._replace(
+        server_update=server_update,
+        traffic=traffic,
+        neighbours=only_averages("it swaps layers between two clients and averages nothing; use dpsgd"),
+    )

@@ -30,10 +30,10 @@ from fedjax_mr import trees
 from fedjax_mr.errors import UserError, unknown_name
 from fedjax_mr.registry import Registry
 from fedjax_mr.settings import field
+from fedjax_mr.strategies.interface import Received
 
 Make = Callable[[int, int, np.random.Generator], Any]
 """(N, degree, rng) -> W [N, N] or [T, N, N], neighbours [N, N] of 0 and 1, or a graph of networkx."""
-TRIES = 20_000  # random cycles that are drawn until one has no edge twice
 MOST_ADDED = 16  # neighbours whose models are added one after the other; of more, one product of matrices is faster
 EXACT = 1e-6  # largest error of a sum of weights
 
@@ -67,24 +67,36 @@ def star(num_clients: int, degree: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def regular(num_clients: int, degree: int, rng: np.random.Generator) -> np.ndarray:
-    """Each client has ``degree`` random neighbours: random circles through all clients, and pairs if it is odd."""
+    """Each client has ``degree`` random neighbours: random circles through all clients, and pairs if it is odd.
+
+    For a degree of at least N / 2 it is the complement of such a graph. Not all graphs of a degree are equally likely.
+    """
     if not 2 <= degree < num_clients or degree * num_clients % 2:
         raise UserError(
             f"hyper.graph=regular has no graph of degree {degree} for {num_clients} clients: it needs a degree of at "
             "least 2 and less than the number of clients, and an even product of both"
         )
-    edges = np.zeros((num_clients, num_clients), int)
-    for _ in range(TRIES):
-        order = rng.permutation(num_clients)
-        missing = degree - edges[0].sum()
-        if missing == 0:
-            return edges
-        added = _circle(num_clients, order) if missing > 1 else _circle(num_clients, *order.reshape(-1, 2))
-        if not (added & edges).any():
-            edges |= added
-    raise UserError(
-        f"hyper.graph=regular found no graph of degree {degree} for {num_clients} clients: use hyper.graph=complete"
-    )
+    missing = min(degree, num_clients - 1 - degree)
+    edges, every = np.zeros((num_clients, num_clients), int), complete(num_clients, degree, rng)
+    for left in range(missing, 0, -2):
+        order = _random_circle(every - edges, rng)
+        edges |= _circle(num_clients, order) if left > 1 else _circle(num_clients, *order.reshape(-1, 2))
+    return edges if missing == degree else every - edges
+
+
+def _random_circle(free: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A random order of all clients on a closed line of edges that are ``free`` [N, N].
+
+    Each turn mends one gap and makes none: it reverses a part of the line (Palmer: The hidden algorithm of Ore's
+    theorem on Hamiltonian cycles, 1997). There is such a part if each client has at least N / 2 free edges.
+    """
+    order = rng.permutation(len(free))
+    while (gaps := np.flatnonzero(free[order, np.roll(order, -1)] == 0)).size:
+        order = np.roll(order, -gaps[0] - 1)  # the gap is now between the last and the first
+        ends = np.flatnonzero(free[order[-1], order[:-1]] & free[order[0], order[1:]])
+        end = rng.choice(ends) + 1
+        order = np.concatenate([order[:end][::-1], order[end:]])
+    return order
 
 
 def exponential(num_clients: int, degree: int, rng: np.random.Generator) -> np.ndarray:
@@ -208,6 +220,12 @@ class Graph(NamedTuple):
         """The weights [N, S] with which active clients receive the models of active neighbours."""
         shares = self.turn(self.shares, round)
         return jnp.where(active[:, None] & active[self.turn(self.ids, round)], shares, 0.0)
+
+    def received(self, round: jax.Array, active: jax.Array) -> Received:
+        """What the clients receive in a round if only the ``active`` clients [N] take part."""
+        counts = (self.shares > 0).sum(axis=2)
+        sent = self.turn(self.ids, round), self.sent(round, active), self.turn(counts.astype(np.int32), round)
+        return Received(*sent, least=int(counts.min()), most=int(counts.max()))
 
     def map(self, round: jax.Array, active: jax.Array) -> trees.Map:
         """The map of a round if only the ``active`` clients [N] take part.

@@ -209,6 +209,24 @@ class PersonalModel(Protocol):
     def __call__(self, part: Any, /, memory: Memory, data: ClientData, key: jax.Array) -> Variables: ...
 
 
+class Received(NamedTuple):
+    """Which models the clients of a method without a server receive from their neighbours in a round."""
+
+    ids: jax.Array  # [N, S] int32, in empty places the client itself
+    shares: (
+        jax.Array
+    )  # [N, S] float32, weights of their models; 0 in empty places and for clients that do not take part
+    counts: jax.Array  # [N] int32, neighbours of each client if all take part
+    least: int  # the smallest of ``counts`` over all rounds
+    most: int  # the largest
+
+
+class Combine(Protocol):
+    """What clients without a server make of their parameters and those that they receive: -> (params [N], info)."""
+
+    def __call__(self, params: trees.Params, received: Received) -> tuple[trees.Params, Info]: ...
+
+
 class View(NamedTuple):
     """Access to the model, or to several stacked models, in a server's state."""
 
@@ -290,6 +308,10 @@ class Strategy(NamedTuple):
     update, to which no older change fits, so they are refused, too."""
     choose: Choose | None = None
     """How asynchronous clients are chosen. Default: uniformly among those that are idle."""
+
+    neighbours: Callable[[Combine], ServerUpdate] | None = None
+    """Of a method without a server: `server_update` with another rule than the mean of the neighbours' models. It
+    raises a `UserError` if the method has no other. Default: there is a server."""
 
     # --- What else a client does
 

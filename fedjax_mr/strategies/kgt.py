@@ -31,7 +31,7 @@ from fedjax_mr.client import local
 from fedjax_mr.models.base import Variables
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import graphs
-from fedjax_mr.strategies.decentralised import active, consensus, decentralised, put_active
+from fedjax_mr.strategies.decentralised import active, consensus, decentralised, only_averages, put_active
 from fedjax_mr.strategies.graphs import graph_of
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.strategies.parts import step_towards, zero_params
@@ -90,4 +90,10 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         change = trees.subtract(trees.mix(gradients, map), gradients)
         return State(models, trees.add(state.corrections, change)), consensus(problem, models)
 
-    return inner._replace(init=init, dispatch=dispatch, client_update=client_update, server_update=server_update)
+    return inner._replace(
+        init=init,
+        dispatch=dispatch,
+        client_update=client_update,
+        server_update=server_update,
+        neighbours=only_averages("its corrections sum to zero only with the weights of the graph; use dpsgd"),
+    )

@@ -27,12 +27,14 @@ from fedjax_mr.channel.robust import (
     geometric_median,
     krum_scores,
     nearest_neighbour_mixing,
+    neighbourhoods,
     pairwise_squares,
     robust,
 )
 from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.strategies import STRATEGIES, dpsgd, graphs
+from fedjax_mr.strategies.graphs import graph_of
 from fedjax_mr.strategies.interface import Cohort
 from fedjax_mr.strategies.parts import averaging
 from fedjax_mr.testing.federations import constants, simulator
@@ -599,3 +601,79 @@ def test_every_rule_regains_most_of_what_an_attack_takes(rule):
     good, bad = accuracy("honest"), accuracy("undefended")
     assert bad < good - 0.4
     assert accuracy(rule) > (good + bad) / 2
+
+
+# --- Without a server -------------------------------------------------------------------------------------------------
+
+
+def by_neighbours(rule, outliers, models, graph):
+    """Each client's result in NumPy: an independent loop over clients and neighbours. ``models`` [N, P]."""
+    new = []
+    for i, own in enumerate(models):
+        ids = [j for j in range(len(models)) if j != i and graph.weights[0, i, j] > 0]
+        others = np.array([models[j] for j in ids])
+        stack = np.vstack([own, others])
+        order = np.sort(stack, axis=0)
+        if rule == "median":
+            new.append(np.median(stack, axis=0))
+        elif rule == "trimmed_mean":
+            new.append(order[outliers : len(stack) - outliers].mean(axis=0))
+        elif rule == "krum":
+            apart = ((stack[:, None] - stack[None]) ** 2).sum(axis=2)
+            new.append(stack[np.argmin(np.sort(apart, axis=1)[:, : len(stack) - outliers].sum(axis=1))])
+        else:
+            distances = np.linalg.norm(others - own, axis=1)
+            radius = np.sort(distances)[len(ids) - outliers - 1]
+            clipped = (others - own) * np.minimum(1, radius / distances)[:, None]
+            new.append(own + sum(graph.weights[0, i, j] * change for j, change in zip(ids, clipped, strict=True)))
+    return np.array(new)
+
+
+@pytest.mark.parametrize(
+    "rule, name", [("median", "star"), ("trimmed_mean", "ring"), ("krum", "complete"), ("centered_clip", "torus")]
+)
+def test_each_neighbourhood_has_the_rule(rule, name):
+    graph = graph_of(dpsgd.Hyper(graph=name), 6, 6)
+    outliers = 0 if name == "star" else 1
+    models = np.random.default_rng(3).normal(size=(6, 11)).astype(np.float32)
+    models[2] = 1e6
+    received = graph.received(jnp.int32(0), jnp.ones(6, bool))
+    found, info = jax.jit(lambda params: neighbourhoods(rule, outliers)(params, received))(stacked(models))
+    expected = by_neighbours(rule, outliers, models.astype(np.float64), graph)
+    honest = np.arange(6) != 2
+    np.testing.assert_allclose(flat(found)[honest], expected[honest], rtol=1e-4, atol=1e-5)
+    if outliers:
+        assert np.abs(flat(found)[honest]).max() < 10
+    assert (info["rejected"] > 0) == (rule == "centered_clip")
+
+
+def test_unequal_neighbourhoods_are_trimmed_by_their_own_size():
+    path = np.eye(5, k=1) + np.eye(5, k=-1)
+    path[0, 2] = path[2, 0] = path[2, 4] = path[4, 2] = 1  # two, two, four, two, two neighbours
+    graph = types.SimpleNamespace(weights=graphs.metropolis(path)[None])
+    monkeyed = graphs._graph(lambda *_: path, "here", 5, 2, 0)
+    models = np.random.default_rng(3).normal(size=(5, 11)).astype(np.float32)
+    found, _ = neighbourhoods("trimmed_mean", 1)(stacked(models), monkeyed.received(jnp.int32(0), jnp.ones(5, bool)))
+    np.testing.assert_allclose(flat(found), by_neighbours("trimmed_mean", 1, models, graph), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="krum needs a graph in which all clients have the same number"):
+        neighbourhoods("krum", 0)(stacked(models), monkeyed.received(jnp.int32(0), jnp.ones(5, bool)))
+
+
+def test_d_psgd_trains_with_attackers_and_refuses_what_it_cannot_do():
+    def build(hyper, problem):
+        links = [attack(problem, "sign_flip", attackers=0.2, seed=0, scale=30.0)]
+        return channel(
+            dpsgd.build(hyper, problem), problem, [*links, robust(problem, RULE[0], outliers=1, stacked=True)]
+        )
+
+    RULE = ["median"]
+    one = simulator((build, dpsgd.Hyper(graph="complete")), "linear", cohort=6)
+    _, report = one.rounds.run(one.rounds.init(), 8)
+    assert float(report.train_loss) < 1 and float(report.info["rejected"]) == 0
+    with pytest.raises(UserError, match="all must send: set cohort=6"):
+        simulator((build, dpsgd.Hyper(graph="complete")), "linear", cohort=4)
+    RULE[0] = "krum"
+    with pytest.raises(UserError, match="needs 5 models, but a client has 3 with its own"):
+        simulator((build, dpsgd.Hyper(graph="ring")), "linear", cohort=6)
+    with pytest.raises(UserError, match="average what they had before the training"):
+        simulator((build, dpsgd.Hyper(order="mix")), "linear", cohort=6)

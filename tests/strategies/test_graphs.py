@@ -66,13 +66,21 @@ def test_the_contraction_is_that_of_the_literature():
     assert graph("ring", 16).contraction > one > graph("regular", 16, degree=8).contraction
 
 
-@pytest.mark.parametrize("degree", [2, 3, 4, 5, 7])
-def test_a_random_regular_graph_has_its_degree_is_connected_and_follows_its_seed(degree):
-    edges = graph("regular", 12, degree=degree).weights[0] > 0
-    assert (edges.sum(axis=1) == degree + 1).all()
-    assert np.linalg.matrix_power(edges.astype(int), 12).all()
-    other = graph("regular", 12, degree=degree, graph_seed=1).weights[0] > 0
+@pytest.mark.parametrize("count, degree", [*((12, degree) for degree in (2, 3, 4, 5, 7)), (64, 16), (64, 33)])
+def test_a_random_regular_graph_has_its_degree_is_connected_and_follows_its_seed(count, degree):
+    edges = graph("regular", count, degree=degree).weights[0] > 0
+    assert (edges.sum(axis=1) == degree + 1).all() and np.array_equal(edges, edges.T)
+    assert (np.linalg.matrix_power(edges.astype(float), count) > 0).all()
+    other = graph("regular", count, degree=degree, graph_seed=1).weights[0] > 0
     assert (edges != other).any()
+
+
+def test_each_possible_degree_has_a_graph():
+    for count in (3, 4, 5, 8, 9):
+        for degree in range(2, count):
+            if degree * count % 2 == 0:
+                edges = graphs.regular(count, degree, np.random.default_rng(0))
+                assert (edges.sum(axis=1) == degree).all() and not np.diag(edges).any()
 
 
 def test_a_file_and_graphs_of_users(tmp_path, monkeypatch):
