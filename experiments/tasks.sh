@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train the runs of notebook/tasks.md: seven methods on one federation for each task, three seeds, the same settings for all.
 #
-#   DATA=FOLDER experiments/tasks.sh [FOLDER]      # DATA holds LEAF's shakespeare; FOLDER the runs. Default: runs/tasks
+#   DATA=FOLDER experiments/tasks.sh [FOLDER]      # DATA holds the roles of Shakespeare; FOLDER the runs. Default: runs/tasks
 #
 # The same command continues after an interruption: it skips finished runs and resumes unfinished ones. ONLY=TASK trains one
 # task, and LR=NUMBER replaces its learning rate. TUNE=1 tries four learning rates of FedAvg on seed 10 in FOLDER/tuning;
@@ -36,10 +36,11 @@ want classification && sweep classification "${LR:-0.1}" --dataset=watch --model
   --local_epochs=2 --batch_size=20 --metrics=macro_f1,accuracy,auroc
 want regression && sweep regression "${LR:-0.03}" --dataset=flights --model=mlp_table --cohort=8 --rounds=30 \
   --local_epochs=1 --batch_size=100
-want movielens && sweep movielens "${LR:-0.02}" --dataset=movielens --model=mlp_table --cohort=50 --rounds=300 \
-  --local_epochs=2 --batch_size=10
+want movielens && methods=${METHODS:-fedavg,fedsubavg,fedper,local} sweep movielens "${LR:-0.02}" \
+  --dataset=movielens --model=mlp_table --fedper_part='columns/column0/*' --cohort=50 --rounds=300 --local_epochs=2 \
+  --batch_size=10
 want segmentation && sweep segmentation "${LR:-0.1}" --dataset=masks --model=unet --cohort=10 --rounds=20 \
   --local_epochs=2 --batch_size=20
-want language && sweep language "${LR:-0.3}" "${data[@]}" --dataset=shakespeare --task=language --model=transformer_tiny \
-  --cohort=5 --rounds=20 --local_epochs=1 --batch_size=20
+want language && sweep language "${LR:-1}" "${data[@]}" --import=experiments/plugins/roles.py --dataset=roles \
+  --model=lstm1 --cohort=5 --rounds=60 --local_epochs=1 --batch_size=10
 true

@@ -21,7 +21,7 @@ from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import manifest
-from fedjax_mr.experiment.build import simulator_of
+from fedjax_mr.experiment.build import simulator_of, task
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
@@ -176,7 +176,8 @@ class SavedRun:
     def calibrated(self, client: int | None = None) -> TrainedNetwork:
         """The deployed model, or that of a client, with probabilities calibrated on the validation samples.
 
-        The deployed model is calibrated on those of all clients, a client's model on the client's own.
+        The deployed model is calibrated on those of all clients, a client's model on the client's own. Class weights of
+        the loss are taken out (``--loss=weighted``).
 
         Raises:
           UserError: the run has no validation samples, or as `TrainedNetwork.calibrated`.
@@ -187,7 +188,8 @@ class SavedRun:
             raise UserError(f"{self.folder} has no validation samples for a calibration: train with --validation_share")
         kept = federated.validation
         rows = np.unique(kept.index if client is None else kept.rows(client))
-        return network.calibrated(federated.dataset.x[rows], federated.dataset.y[rows])
+        weights = getattr(task(self.config, federated).criterion, "weights", ())
+        return network.calibrated(federated.dataset.x[rows], federated.dataset.y[rows], weights=weights)
 
     def personal(self, client: int) -> TrainedNetwork:
         """The personal model of a client.

@@ -221,6 +221,13 @@ def test_calibration_finds_the_temperature_and_keeps_the_classes():
     assert calibrated.temperature == pytest.approx(3, rel=0.15)
     np.testing.assert_array_equal(calibrated.predict(x).argmax(1), sure.predict(x).argmax(1))
     np.testing.assert_allclose(calibrated.predict(x).sum(1), 1, rtol=1e-5)
+    weights = np.array([1.0, 2.0, 8.0])  # of a loss that has taught the network shares times weights
+    shares = shares / weights / (shares / weights).sum(1, keepdims=True)
+    y = (rng.random((4000, 1)) > np.cumsum(shares, axis=1)[:, :-1]).sum(1)
+    weighted = sure.calibrated(x, y, weights=weights)
+    assert weighted.temperature == pytest.approx(3, rel=0.15)
+    np.testing.assert_allclose(weighted.predict(x).mean(0), np.bincount(y) / 4000, atol=0.02)
+    assert abs(sure.calibrated(x, y).predict(x).mean(0) - np.bincount(y) / 4000).max() > 0.2
 
 
 def test_the_weights_of_a_loss_are_those_of_the_training_samples():
