@@ -3,9 +3,9 @@
     PYTHONPATH=EARLIER python experiments/lab/same_programs.py --write=before.json    # half a minute on one core
     PYTHONPATH=. python experiments/lab/same_programs.py --check=before.json
 
-EARLIER is a checkout of another commit. A round of each strategy on the small federation of its contract, from the choice
-of the clients to the new server state, is lowered to StableHLO: the text that XLA receives, with the names of functions
-and values and without those of results and modules. Exit code 1 if something differs.
+EARLIER is a checkout of another commit. A round of each strategy on the small federation of its contract, from the
+choice of the clients to the new server state, is lowered to StableHLO: the text that XLA receives, with the names of
+functions and values and without those of results and modules. Exit code 1 if something differs.
 """
 
 import argparse
