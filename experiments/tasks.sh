@@ -39,8 +39,8 @@ want regression && sweep regression "${LR:-0.03}" --dataset=flights --model=mlp_
 want movielens && methods=${METHODS:-fedavg,fedsubavg,fedper,local} sweep movielens "${LR:-0.02}" \
   --dataset=movielens --model=mlp_table --fedper_part='columns/column0/*' --cohort=50 --rounds=300 --local_epochs=2 \
   --batch_size=10
-want segmentation && sweep segmentation "${LR:-0.1}" --dataset=masks --model=unet --cohort=10 --rounds=20 \
+want segmentation && sweep segmentation "${LR:-0.3}" --dataset=masks --model=unet --cohort=10 --rounds=20 \
   --local_epochs=2 --batch_size=20
-want language && sweep language "${LR:-1}" "${data[@]}" --import=experiments/plugins/roles.py --dataset=roles \
-  --model=lstm1 --cohort=5 --rounds=60 --local_epochs=1 --batch_size=10
+want language && sweep language "${LR:-3}" "${data[@]}" --import=experiments/plugins/roles.py --dataset=roles \
+  --model=lstm1 --cohort=5 --rounds=40 --local_epochs=1 --batch_size=10
 true
