@@ -245,7 +245,12 @@ class TrainedNetwork:
             "ORIGIN": ", ".join(f"{name} {value}" for name, value in self.origin.items() if value is not None),
             "SHAPE": ", ".join(map(str, samples.shape)),
             "KIND": f"{samples.dtype} from {samples.low:g} to {samples.high:g} in training",
-            "CLASSES": str(samples.num_classes),
+            "PREDICTED": samples.learned.predicted,
+            "FORMULA": samples.learned.formula,
+            "JAX": "import jax\n" * ("jax." in samples.learned.formula),
+            "TASK": 'task = network["data"]["task"]\n' * ("task[" in samples.learned.formula),
+            "CALIBRATION": (f" / {self.temperature:.6g}" * (self.temperature != 1))
+            + (f" - np.log({self.weights})" * bool(self.weights)),
         }
         fill = lambda text: functools.reduce(lambda text, word: text.replace(f"@{word}@", words[word]), words, text)
         return {
@@ -272,14 +277,13 @@ def _script(kind: type) -> str:
         return "your_file"
 
 
-EXAMPLE = '''"""Class probabilities of raw samples: python example.py [SAMPLES.npy]. Needs flax and orbax-checkpoint."""
+EXAMPLE = '''"""Print the @PREDICTED@: python example.py [SAMPLES.npy]. Needs flax and orbax-checkpoint."""
 
 import json
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
+@JAX@import numpy as np
 import orbax.checkpoint
 
 from @PLACE@ import @CLASS@  # @NOTE@
@@ -292,8 +296,9 @@ module = @CLASS@(@ARGUMENTS@)@OPEN@
 # Raw samples as the source has them, [n, @SHAPE@]: @KIND@.
 x = np.load(sys.argv[1]) if len(sys.argv) > 1 else np.zeros((1, *network["input_shape"]), network["input_dtype"])
 normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(network["shift"])
-probabilities = jax.nn.softmax(module.apply(variables, normalised@CALLED@))
-print(json.dumps(np.asarray(probabilities).tolist()))
+outputs = np.asarray(module.apply(variables, normalised@CALLED@))@CALIBRATION@
+@TASK@predictions = @FORMULA@
+print(json.dumps(np.asarray(predictions).tolist()))
 '''
 
 
@@ -326,8 +331,8 @@ README = """# @NAME@
 - `variables`: all Flax collections, written by orbax: `orbax.checkpoint.StandardCheckpointer().restore(PATH)`.
 - `network.json`: the class of the network and its fields, the samples, and their normalisation: the network sees
   `x * scale + shift`.
-- `example.py`: `python example.py [SAMPLES.npy]` prints the probabilities of the @CLASSES@ classes for samples
-  [n, @SHAPE@], @KIND@.
+- `example.py`: `python example.py [SAMPLES.npy]` prints the @PREDICTED@
+  for samples [n, @SHAPE@], @KIND@.
 
 The class of the network is `@PLACE@.@CLASS@` (@NOTE@). The variables need only orbax.
 """
