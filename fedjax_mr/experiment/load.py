@@ -156,7 +156,9 @@ class SavedRun:
         """The deployed model. Raises a UserError if the strategy has none."""
         function = self._rounds.strategy.global_model
         if function is None:
-            raise UserError(f"{self.config.strategy} deploys no model: .personal(client) is the model of a client")
+            raise UserError(
+                f"{self.config.strategy} deploys no model: .personal(client) is the model of a client (--client)"
+            )
         return self._trained(jax.jit(function)(self._progress.server))
 
     @property
@@ -200,7 +202,7 @@ class SavedRun:
         """
         rounds, progress, count = self._rounds, self._progress, self._template.num_clients
         if rounds.strategy.personal_model is None:
-            raise UserError(f"{self.config.strategy} has no personal models: use .deployed")
+            raise UserError(f"{self.config.strategy} has no personal models: use .deployed (without --client)")
         if not 0 <= client < count:
             raise UserError(f"there is no client {client}: clients have the numbers 0 to {count - 1}")
         if rounds.strategy.init_memory is not None and self._of_real_clients:

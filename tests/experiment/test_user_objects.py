@@ -252,7 +252,7 @@ def test_the_command_exports_networks_of_ours(capsys):
     np.save("some.npy", x)
     np.testing.assert_allclose(run_example(Path("out"), "some.npy"), personal.predict(x), rtol=1e-4)
     for arguments, message in (
-        (["a", "new"], "local deploys no model: .personal(client) is the model of a client"),
+        (["a", "new"], "local deploys no model: .personal(client) is the model of a client (--client)"),
         (["a", "new", "--client=6"], "there is no client 6: clients have the numbers 0 to 5"),
         (["a"], "the following arguments are required: FOLDER"),
         (["nowhere", "new"], "nowhere is not a run folder"),
