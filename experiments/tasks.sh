@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Train the runs of notebook/tasks.md: seven methods on one federation for each task, three seeds, the same settings for all.
 #
-#   DATA=FOLDER experiments/tasks.sh [FOLDER]      # DATA holds LEAF's shakespeare; FOLDER the runs. Default: runs/tasks
+#   DATA=FOLDER experiments/tasks.sh [FOLDER]      # DATA: see plugins/roles.py; FOLDER: the runs. Default: runs/tasks
 #
 # The same command continues after an interruption: it skips finished runs and resumes unfinished ones. ONLY=TASK trains one
 # task, and LR=NUMBER replaces its learning rate. TUNE=1 tries four learning rates of FedAvg on seed 10 in FOLDER/tuning;
-# `python -m fedjax_mr.analysis best FOLDER/tuning/TASK --over=lr` chooses by the clients' validation samples. Only the rate
-# of multilabel was chosen so; the others were set without a search. METHODS=NAMES replaces the methods.
+# `python -m fedjax_mr.analysis best FOLDER/tuning/TASK --over=lr` chooses by the clients' validation samples. The rates of
+# multilabel, movielens, segmentation and language were chosen so; the others were set without a search. METHODS=NAMES
+# replaces the methods.
 #
 # python experiments/record.py keep FOLDER/TASK --name=tasks_TASK then keeps the runs.
 set -euo pipefail
@@ -36,10 +37,11 @@ want classification && sweep classification "${LR:-0.1}" --dataset=watch --model
   --local_epochs=2 --batch_size=20 --metrics=macro_f1,accuracy,auroc
 want regression && sweep regression "${LR:-0.03}" --dataset=flights --model=mlp_table --cohort=8 --rounds=30 \
   --local_epochs=1 --batch_size=100
-want movielens && sweep movielens "${LR:-0.02}" --dataset=movielens --model=mlp_table --cohort=50 --rounds=300 \
-  --local_epochs=2 --batch_size=10
-want segmentation && sweep segmentation "${LR:-0.1}" --dataset=masks --model=unet --cohort=10 --rounds=20 \
+want movielens && methods=${METHODS:-fedavg,fedsubavg,fedper,local} sweep movielens "${LR:-0.03}" \
+  --dataset=movielens --model=mlp_table --fedper_part='columns/column0/*' --cohort=50 --rounds=300 --local_epochs=2 \
+  --batch_size=10
+want segmentation && sweep segmentation "${LR:-0.3}" --dataset=masks --model=unet --cohort=10 --rounds=20 \
   --local_epochs=2 --batch_size=20
-want language && sweep language "${LR:-0.3}" "${data[@]}" --dataset=shakespeare --task=language --model=transformer_tiny \
-  --cohort=5 --rounds=20 --local_epochs=1 --batch_size=20
+want language && sweep language "${LR:-3}" "${data[@]}" --import=experiments/plugins/roles.py --dataset=roles \
+  --model=lstm1 --cohort=5 --rounds=40 --local_epochs=1 --batch_size=10
 true

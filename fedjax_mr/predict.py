@@ -41,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = parser.parse_args(arguments)
         with imports.blamed(), flags_in_errors():
             run = of_run.read(chosen)
+            network = run.deployed if chosen.client is None else run.personal(chosen.client)
+            samples = read(Path(chosen.file), run.samples)
+            predictions = probabilities = network.predict(samples)
             if chosen.calibrated:
                 network = run.calibrated(chosen.client)
-            else:
-                network = run.deployed if chosen.client is None else run.personal(chosen.client)
-            samples = read(Path(chosen.file), run.samples)
-            predictions = network.predict(samples)
-        count = write(Path(chosen.out), predictions, run.samples)
+                probabilities = network.predict(samples)
+        count = write(Path(chosen.out), predictions, probabilities, run.samples)
         heat = f", temperature {network.temperature:.3g}" if chosen.calibrated else ""
         print(f"{count} predictions in {chosen.out}{heat}")
 
@@ -70,8 +70,11 @@ def read(path: Path, facts: Facts) -> Any:
     return str(path)
 
 
-def write(path: Path, predictions: np.ndarray, facts: Facts) -> int:
+def write(path: Path, predictions: np.ndarray, probabilities: np.ndarray, facts: Facts) -> int:
     """Write predictions [n, ...] as CSV and return n.
+
+    Calibrated probabilities [n, ...] stand in place of the network's own, but do not change the predicted class: after
+    a loss with class weights, it need not be the most probable one.
 
     Raises:
       UserError: the task has no table of predictions, or the file cannot be written.
@@ -83,12 +86,13 @@ def write(path: Path, predictions: np.ndarray, facts: Facts) -> int:
     if "classes" in task.provides:
         names = list(facts.class_names) or names
         head = ["prediction", *(f"p({name})" for name in names)]
-        rows = [[names[row.argmax()], *row.tolist()] for row in predictions]
+        classes = [names[number] for number in predictions.argmax(axis=1)]
+        rows = [[name, *row] for name, row in zip(classes, probabilities.tolist(), strict=True)]
     else:
         targets = facts.preparation.target if facts.preparation is not None else ()
         kind = {"labels": "p({})", "risk": "risk"}.get(next(iter(task.provides), ""), "{}")
         names = list(targets) if len(targets) == len(names) else names
-        head, rows = [kind.format(name) for name in names], predictions.tolist()
+        head, rows = [kind.format(name) for name in names], probabilities.tolist()
     try:
         with files.atomic_write(path) as new, new.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([head, *rows])

@@ -1,11 +1,11 @@
 """Accuracy (mean ± standard deviation over seeds), the papers' values, and the cost of a target accuracy.
 
-With --target: the rounds, the bytes and, for runs with --fleet, the simulated seconds until the target is reached. Runs
-that differ only in their seeds form one line. If several have the same seed, one counts. Only finished runs count. The
-standard deviation is that of a sample. The difference is the mean of the last ten evaluations minus the paper's value.
-A run with at most ten evaluations has the mean of all, and its cell says so. Best checkpoint: the test accuracy of the
-checkpoint that --keep_best keeps, chosen by validation samples if there are some. --layout=paper prints methods as rows
-and settings as columns.
+Of runs with other metrics, the first one stands in place of the accuracy. With --target: the rounds, the bytes and, for
+runs with --fleet, the simulated seconds until the target is reached. Runs that differ only in their seeds form one
+line. If several have the same seed, one counts. Only finished runs count. The standard deviation is that of a sample.
+The difference is the mean of the last ten evaluations minus the paper's value. A run with at most ten evaluations has
+the mean of all, and its cell says so. Best checkpoint: the test accuracy of the checkpoint that --keep_best keeps,
+chosen by validation samples if there are some. --layout=paper prints methods as rows and settings as columns.
 
 The text ends with a verdict where methods share at least three seeds: which one is better, or that they are equal
 within one percentage point, or undecided. It is that of `python -m fedjax_mr.compare`, for the seeds that there are.
@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         type=float,
-        metavar="FRACTION",
-        help="list the rounds, bytes and simulated seconds until this test accuracy is reached",
+        metavar="VALUE",
+        help="list the rounds, bytes and simulated seconds until the tests reach this value of the first metric, such "
+        "as an accuracy of 0.5",
     )
     parser.add_argument(
         "--round",
@@ -52,8 +53,6 @@ def text(arguments: argparse.Namespace) -> str:
       UserError: a path holds no run, its files cannot be read, --target is out of range, or an option belongs to the
         other layout.
     """
-    if arguments.target is not None and not 0 <= arguments.target <= 1:  # also true for NaN
-        raise UserError(f"--target={arguments.target} is out of range (allowed: >= 0 and <= 1)")
     if arguments.layout == "lines":
         if options := [name for name in ("value", "papers") if getattr(arguments, name)]:
             raise UserError(f"--{options[0]} needs --layout=paper")

@@ -318,10 +318,14 @@ def accuracy_table(
       notes: makes lines of text that follow a table as plain text from the lines of the table.
 
     Raises:
-      UserError: a path holds no run, its files cannot be read, or no run was evaluated after round ``until``.
+      UserError: a path holds no run, its files cannot be read, no run was evaluated after round ``until``, or the
+        target is negative, NaN, or above 1 for a share.
     """
     chosen = groups.find(paths)
     lines = accuracy_lines(chosen, target=target, until=until, published=papers.rows())
+    high = 1 if any(line.metric.unit == "fraction" for line in lines) else math.inf
+    if target is not None and not 0 <= target <= high:  # also true for NaN
+        raise UserError(f"--target={target} is out of range (allowed: >= 0{' and <= 1' if high == 1 else ''})")
     if until is not None and not any(line.finished for line in lines):
         rounds = sorted(
             {row["round"] for run in chosen for row in run.rows_so_far()}, key=lambda round: abs(round - until)

@@ -131,8 +131,8 @@ def refuse_free_text(categories: np.ndarray, where: str) -> None:
     different = len(set(known))
     if different > MOST_CATEGORIES or (len(known) >= FEWEST_ROWS and different > len(known) / 2):
         raise UserError(
-            f"{where} has {different:,} different texts in {len(known):,} rows (such as {_shown(known[0])}): drop the "
-            "column, or list it in categorical= if these are categories"
+            f"{where} has {different:,} different texts in {len(known):,} rows (such as {_shown(known[0])}): drop it "
+            "(drop=), or list it in categorical= if these are categories"
         )
 
 
@@ -261,7 +261,7 @@ def _refuse_almost_numbers(values: np.ndarray, wrong: np.ndarray, where: str) ->
 def _refuse_dates(values: np.ndarray, where: str) -> NoReturn:
     raise UserError(
         f"{where} has dates or other objects (such as {_shown(values[0])}): replace them by numbers, such as the days "
-        "since the first one, or drop the column"
+        "since the first one, or drop the column (drop=)"
     )
 
 

@@ -1,4 +1,4 @@
-"""A summary of a federation: the number of clients, their samples and their classes."""
+"""A summary of a federation: the number of clients, their samples and, for classification, their classes."""
 
 import numpy as np
 
@@ -13,10 +13,13 @@ def partition_table(federated: FederatedData) -> str:
     rows = {"training samples": federated.sizes, **others}
     if others:
         rows["all samples"] = np.sum(list(rows.values()), axis=0)
-    rows["classes"] = (federated.label_counts() > 0).sum(axis=1)
+    learned = dataset.task.name
+    if "classes" in dataset.task.provides:
+        learned = f"{dataset.num_classes} classes"
+        rows["classes"] = (federated.label_counts() > 0).sum(axis=1)
     lines = [
         f"{dataset.name}: {federated.num_clients} clients, {federated.sizes.sum()} training samples, "
-        f"{len(dataset.test_y)} test samples, {dataset.num_classes} classes, "
+        f"{len(dataset.test_y)} test samples, {learned}, "
         f"{dataset.x.dtype} {' x '.join(map(str, dataset.x.shape[1:]))}",
         f"{'per client':<20}{'min':>8}{'median':>8}{'mean':>10}{'max':>8}{'std':>10}{'total':>10}",
     ]

@@ -60,7 +60,7 @@ class Preparation:
             if values is not None:
                 known = values[train & ~np.isnan(values)]
                 if not len(known):
-                    raise UserError(f"{column} has no values in the training rows: drop the column")
+                    raise UserError(f"{column} has no values in the training rows: drop it (drop=)")
                 categories.append(())
                 fill.append(float(np.median(known)))
                 continue
@@ -69,7 +69,7 @@ class Preparation:
                 table_columns.refuse_free_text(texts, column)
             found = table_columns.names(texts[train])
             if not found:
-                raise UserError(f"{column} has no values in the training rows: drop the column")
+                raise UserError(f"{column} has no values in the training rows: drop it (drop=)")
             categories.append(found)
             fill.append(-1.0)
         return cls(tuple(names), tuple(categories), tuple(fill))

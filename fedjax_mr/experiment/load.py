@@ -21,7 +21,7 @@ from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import manifest
-from fedjax_mr.experiment.build import simulator_of
+from fedjax_mr.experiment.build import simulator_of, task
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
@@ -156,7 +156,9 @@ class SavedRun:
         """The deployed model. Raises a UserError if the strategy has none."""
         function = self._rounds.strategy.global_model
         if function is None:
-            raise UserError(f"{self.config.strategy} deploys no model: .personal(client) is the model of a client")
+            raise UserError(
+                f"{self.config.strategy} deploys no model: .personal(client) is the model of a client (--client)"
+            )
         return self._trained(jax.jit(function)(self._progress.server))
 
     @property
@@ -176,7 +178,8 @@ class SavedRun:
     def calibrated(self, client: int | None = None) -> TrainedNetwork:
         """The deployed model, or that of a client, with probabilities calibrated on the validation samples.
 
-        The deployed model is calibrated on those of all clients, a client's model on the client's own.
+        The deployed model is calibrated on those of all clients, a client's model on the client's own. Class weights of
+        the loss are taken out (``--loss=weighted``).
 
         Raises:
           UserError: the run has no validation samples, or as `TrainedNetwork.calibrated`.
@@ -187,7 +190,8 @@ class SavedRun:
             raise UserError(f"{self.folder} has no validation samples for a calibration: train with --validation_share")
         kept = federated.validation
         rows = np.unique(kept.index if client is None else kept.rows(client))
-        return network.calibrated(federated.dataset.x[rows], federated.dataset.y[rows])
+        weights = getattr(task(self.config, federated).criterion, "weights", ())
+        return network.calibrated(federated.dataset.x[rows], federated.dataset.y[rows], weights=weights)
 
     def personal(self, client: int) -> TrainedNetwork:
         """The personal model of a client.
@@ -198,7 +202,7 @@ class SavedRun:
         """
         rounds, progress, count = self._rounds, self._progress, self._template.num_clients
         if rounds.strategy.personal_model is None:
-            raise UserError(f"{self.config.strategy} has no personal models: use .deployed")
+            raise UserError(f"{self.config.strategy} has no personal models: use .deployed (without --client)")
         if not 0 <= client < count:
             raise UserError(f"there is no client {client}: clients have the numbers 0 to {count - 1}")
         if rounds.strategy.init_memory is not None and self._of_real_clients:

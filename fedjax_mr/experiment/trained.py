@@ -5,7 +5,7 @@ import functools
 import inspect
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ PLAIN = (bool, int, float, str, type(None))
 COLDEST, HOTTEST = 0.05, 20.0  # the range of temperatures
 
 
+def without_weights(logits: jax.Array, weights: Sequence[float]) -> jax.Array:
+    """Logits [n, C] of a network that was trained with class weights as those of one without; (): no weights."""
+    return logits - jnp.log(jnp.asarray(weights, logits.dtype))[None] if len(weights) else logits
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainedNetwork:
     """A network with its variables and the normalisation of its samples.
@@ -41,6 +46,7 @@ class TrainedNetwork:
       samples: the kind of samples that it was trained on.
       origin: its origin by name: strategy, round, client.
       temperature: what logits are divided by before they become probabilities, see `calibrated`.
+      weights: weights of the classes in the training loss, whose logarithms are then subtracted. (): none.
     """
 
     model: Model
@@ -48,6 +54,7 @@ class TrainedNetwork:
     samples: Facts
     origin: dict[str, Any]
     temperature: float = 1.0
+    weights: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, model: Model, variables: Variables, samples: Facts, **origin: Any) -> "TrainedNetwork":
@@ -76,7 +83,8 @@ class TrainedNetwork:
         Raises:
           UserError: the samples have another shape, type or range.
         """
-        return np.asarray(self.samples.learned.predict(jnp.asarray(self.outputs(x)) / self.temperature))
+        outputs = jnp.asarray(self.outputs(x)) / self.temperature
+        return np.asarray(self.samples.learned.predict(without_weights(outputs, self.weights)))
 
     def outputs(self, x: Any) -> np.ndarray:
         """Compute the outputs [n, ...] of the network, such as logits, for raw samples; see `predict`."""
@@ -100,15 +108,19 @@ class TrainedNetwork:
 
         return jax.jit(outputs)
 
-    def calibrated(self, x: Any, y: Any) -> "TrainedNetwork":
+    def calibrated(self, x: Any, y: Any, *, weights: Sequence[float] = ()) -> "TrainedNetwork":
         """The network with calibrated probabilities: the temperature that minimises the loss on samples.
 
-        One number divides all logits (Guo et al., ICML 2017). The predicted classes stay the same. The samples must not
-        be those of the training; use validation samples (`SavedRun.calibrated`).
+        One number divides all logits (Guo et al., ICML 2017). The most probable classes stay the same. The samples must
+        not be those of the training; use validation samples (`SavedRun.calibrated`).
+
+        A loss with class weights teaches the network probabilities that are proportional to weight times probability.
+        With ``weights``, these factors are taken out, and then rare classes are less often the most probable ones.
 
         Args:
           x: raw samples [n, ...], see `predict`.
           y: their targets [n, ...].
+          weights: the weights of the C classes in the training loss. Default: there were none.
 
         Raises:
           UserError: the outputs of the task are no logits, or there are no samples.
@@ -119,12 +131,13 @@ class TrainedNetwork:
         if not len(outputs):
             raise UserError("calibration needs samples with targets")
         targets, mask = jnp.asarray(np.asarray(y, task.dtype)), jnp.ones(len(outputs))
-        loss = jax.jit(lambda logarithm: jnp.mean(task.loss(outputs / jnp.exp(logarithm), targets, mask)))
+        at = lambda logarithm: without_weights(outputs / jnp.exp(logarithm), weights)
+        loss = jax.jit(lambda logarithm: jnp.mean(task.loss(at(logarithm), targets, mask)))
         low, high = np.log(COLDEST), np.log(HOTTEST)
         for _ in range(40):  # thirds of the interval; the loss is convex in the inverse temperature
             one, other = low + (high - low) / 3, high - (high - low) / 3
             low, high = (low, other) if loss(one) <= loss(other) else (one, high)
-        return dataclasses.replace(self, temperature=float(np.exp((low + high) / 2)))
+        return dataclasses.replace(self, temperature=float(np.exp((low + high) / 2)), weights=tuple(weights))
 
     def generate(
         self, prompt: str, tokenizer: str | None, *, chat: bool, tokens: int, seed: int, **options: Any
@@ -232,7 +245,12 @@ class TrainedNetwork:
             "ORIGIN": ", ".join(f"{name} {value}" for name, value in self.origin.items() if value is not None),
             "SHAPE": ", ".join(map(str, samples.shape)),
             "KIND": f"{samples.dtype} from {samples.low:g} to {samples.high:g} in training",
-            "CLASSES": str(samples.num_classes),
+            "PREDICTED": samples.learned.predicted,
+            "FORMULA": samples.learned.formula,
+            "JAX": "import jax\n" * ("jax." in samples.learned.formula),
+            "TASK": 'task = network["data"]["task"]\n' * ("task[" in samples.learned.formula),
+            "CALIBRATION": (f" / {self.temperature:.6g}" * (self.temperature != 1))
+            + (f" - np.log({self.weights})" * bool(self.weights)),
         }
         fill = lambda text: functools.reduce(lambda text, word: text.replace(f"@{word}@", words[word]), words, text)
         return {
@@ -259,14 +277,13 @@ def _script(kind: type) -> str:
         return "your_file"
 
 
-EXAMPLE = '''"""Class probabilities of raw samples: python example.py [SAMPLES.npy]. Needs flax and orbax-checkpoint."""
+EXAMPLE = '''"""Print the @PREDICTED@: python example.py [SAMPLES.npy]. Needs flax and orbax-checkpoint."""
 
 import json
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
+@JAX@import numpy as np
 import orbax.checkpoint
 
 from @PLACE@ import @CLASS@  # @NOTE@
@@ -279,8 +296,9 @@ module = @CLASS@(@ARGUMENTS@)@OPEN@
 # Raw samples as the source has them, [n, @SHAPE@]: @KIND@.
 x = np.load(sys.argv[1]) if len(sys.argv) > 1 else np.zeros((1, *network["input_shape"]), network["input_dtype"])
 normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(network["shift"])
-probabilities = jax.nn.softmax(module.apply(variables, normalised@CALLED@))
-print(json.dumps(np.asarray(probabilities).tolist()))
+outputs = np.asarray(module.apply(variables, normalised@CALLED@))@CALIBRATION@
+@TASK@predictions = @FORMULA@
+print(json.dumps(np.asarray(predictions).tolist()))
 '''
 
 
@@ -313,8 +331,8 @@ README = """# @NAME@
 - `variables`: all Flax collections, written by orbax: `orbax.checkpoint.StandardCheckpointer().restore(PATH)`.
 - `network.json`: the class of the network and its fields, the samples, and their normalisation: the network sees
   `x * scale + shift`.
-- `example.py`: `python example.py [SAMPLES.npy]` prints the probabilities of the @CLASSES@ classes for samples
-  [n, @SHAPE@], @KIND@.
+- `example.py`: `python example.py [SAMPLES.npy]` prints the @PREDICTED@
+  for samples [n, @SHAPE@], @KIND@.
 
 The class of the network is `@PLACE@.@CLASS@` (@NOTE@). The variables need only orbax.
 """

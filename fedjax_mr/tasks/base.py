@@ -98,6 +98,8 @@ class Task:
         ``times`` bounds intervals of time, as in `Survival`.
       default_metrics: names of `METRICS`.
       group: what a group of `strata` is, for figures.
+      predicted: what ``predict`` returns, in words, and ``formula``: the same as an expression of NumPy or JAX, with
+        ``outputs`` and the `facts` of the ``task``. Both are for the examples of exported networks.
     """
 
     width: int
@@ -108,6 +110,8 @@ class Task:
     provides: ClassVar[frozenset[str]] = frozenset()
     default_metrics: ClassVar[tuple[str, ...]] = ()
     group: ClassVar[str] = "all"
+    predicted: ClassVar[str] = "outputs of the network"
+    formula: ClassVar[str] = "outputs"
 
     # --- the network and its loss
 

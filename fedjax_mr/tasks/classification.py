@@ -19,6 +19,8 @@ class Classification(Task):
     provides: ClassVar[frozenset[str]] = frozenset({"classes", "logits"})
     default_metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
     group: ClassVar[str] = "class"
+    predicted: ClassVar[str] = "probabilities of the classes"
+    formula: ClassVar[str] = "jax.nn.softmax(outputs)"
 
     def loss(self, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """The cross-entropy of each sample [B] in nats."""

@@ -24,6 +24,8 @@ class Language(Task):
     name: ClassVar[str] = "language"
     provides: ClassVar[frozenset[str]] = frozenset({"logits", "tokens"})
     default_metrics: ClassVar[tuple[str, ...]] = ("perplexity", "token_accuracy", "bits_per_token")
+    predicted: ClassVar[str] = "probabilities of the next token at each position"
+    formula: ClassVar[str] = "jax.nn.softmax(outputs)"
 
     def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Logits of the next token at each position: [T, V]."""

@@ -21,6 +21,8 @@ class Multilabel(Task):
     name: ClassVar[str] = "multilabel"
     provides: ClassVar[frozenset[str]] = frozenset({"labels"})
     default_metrics: ClassVar[tuple[str, ...]] = ("macro_f1", "micro_f1", "exact_match")
+    predicted: ClassVar[str] = "probabilities of the labels"
+    formula: ClassVar[str] = "jax.nn.sigmoid(outputs)"
 
     def loss(self, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """The mean cross-entropy of the known labels of each sample [B] in nats."""

@@ -32,6 +32,8 @@ class Regression(Task):
     provides: ClassVar[frozenset[str]] = frozenset({"numbers"})
     default_metrics: ClassVar[tuple[str, ...]] = ("rmse", "mae", "r2")
     group: ClassVar[str] = "tenth of the target"
+    predicted: ClassVar[str] = "numbers in the unit of the targets"
+    formula: ClassVar[str] = 'outputs * np.array(task["std"]) + np.array(task["mean"])'
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):

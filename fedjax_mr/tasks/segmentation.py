@@ -23,6 +23,8 @@ class Segmentation(Task):
     name: ClassVar[str] = "segmentation"
     provides: ClassVar[frozenset[str]] = frozenset({"logits", "pixels"})
     default_metrics: ClassVar[tuple[str, ...]] = ("dice", "iou", "pixel_accuracy")
+    predicted: ClassVar[str] = "probabilities of the classes of each pixel"
+    formula: ClassVar[str] = "jax.nn.softmax(outputs)"
 
     def outputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Logits of each pixel: [H, W, C]."""

@@ -30,6 +30,8 @@ class Survival(Task):
     provides: ClassVar[frozenset[str]] = frozenset({"risk"})
     default_metrics: ClassVar[tuple[str, ...]] = ("concordance",)
     group: ClassVar[str] = "event"
+    predicted: ClassVar[str] = "risks relative to that of an output of 0"
+    formula: ClassVar[str] = "np.exp(outputs)"
 
     def loss(self, outputs: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         """-log of the partial likelihood of each event among the samples of the batch [B]; 0 if censored."""

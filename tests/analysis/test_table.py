@@ -16,6 +16,16 @@ def test_the_command(keep, capsys):
     assert "invalid choice: 'html'" in capsys.readouterr().err
 
 
+def test_the_target_of_a_regression_is_an_error_in_its_unit(keep, capsys):
+    file = keep(Config(), [60.0, 50.0]) / "metrics.jsonl"
+    file.write_text(file.read_text().replace("accuracy", "rmse"))
+    assert main(["table", "runs", "--target=55", "--format=csv"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert dict(zip(head.split(","), row.split(","), strict=True))["rounds to 55"] == "10"
+    assert main(["table", "runs", "--target=nan"]) == 2
+    assert "--target=nan is out of range (allowed: >= 0)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -66,6 +66,14 @@ def test_table_counts_samples_and_classes():
     assert lines[5].split() == ["classes", "1", "1", "1.0", "1", "0.0"]
 
 
+def test_table_of_a_regression_counts_no_classes():
+    x, y = np.zeros((40, 2), np.float32), np.arange(40.0)
+    dataset = data.from_arrays(x, y, task="regression", client=np.arange(40) % 4, name="doses")
+    table = partition_table(data.federate(dataset, partition="natural", num_clients=0))
+    assert table.startswith("doses: 4 clients, 32 training samples, 8 test samples, regression, float32 2\n")
+    assert "classes" not in table
+
+
 def test_table_repeats_what_was_repaired():
     x, y = np.zeros((60, 2), np.float32), np.arange(60) % 10
     federated = data.federate(data.from_arrays(x, y), num_clients=12, alpha=0.01)

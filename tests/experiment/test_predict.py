@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.predict import main
+from fedjax_mr.experiment.federation import federated_data
+from fedjax_mr.predict import main, write
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +23,8 @@ def run(tmp_path_factory):
     fmr.run(
         fmr.Config(
             dataset=str(folder / "trial.csv"), target="outcome", client_column="site", partition="natural", clients=0,
-            cohort=4, rounds=10, model="mlp_table", validation_share=0.2, run_dir=str(folder / "run"), progress=False,
-            devices=1,
+            cohort=4, rounds=10, model="mlp_table", validation_share=0.2, loss="weighted", run_dir=str(folder / "run"),
+            progress=False, devices=1,
         ),
         record=False,
     )  # fmt: skip
@@ -53,6 +54,14 @@ def test_calibration_changes_the_probabilities_and_not_the_classes(run, capsys):
     assert ", temperature " in capsys.readouterr().out
     (_, plain), (_, calibrated) = (predictions(run / f"{name}.csv") for name in ("plain", "calibrated"))
     assert [row[0] for row in plain] == [row[0] for row in calibrated] and plain != calibrated
+
+
+def test_class_weights_are_taken_out_of_the_probabilities_and_not_out_of_the_decision(run, tmp_path):
+    saved = fmr.load(run / "run")
+    counts = federated_data(saved.config).label_counts().sum(axis=0)  # of the training samples
+    np.testing.assert_allclose(saved.calibrated().weights, counts.sum() / (2 * counts), rtol=1e-12)
+    write(tmp_path / "out.csv", np.array([[0.4, 0.6]]), np.array([[0.7, 0.3]]), saved.samples)
+    assert predictions(tmp_path / "out.csv")[1] == [["well", "0.7", "0.3"]]
 
 
 @pytest.mark.parametrize(

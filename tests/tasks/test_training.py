@@ -56,6 +56,35 @@ def test_the_links_of_a_channel_know_the_upload_of_every_task(task):
     assert jax.tree.map(np.shape, upload["model"]) == jax.tree.map(np.shape, simulator.model.shapes())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["regression", "segmentation", "language"])
+@pytest.mark.parametrize(
+    "flags", [{"compress": "topk", "error_feedback": "ef"}, {"robust": "median"}, {"mode": "async", "in_flight": 4}],
+    ids=["compressed", "robust", "asynchronous"],
+)  # fmt: skip
+def test_a_channel_and_late_clients_train_every_task(task, flags, tmp_path):
+    """The loss of the training falls."""
+    family = small.OfVectors if task == "regression" else small.OfPositions
+    config = fmr.Config(
+        partition="iid", clients=6, cohort=4, local_epochs=1, rounds=6, eval_every=2, lr=0.1, devices=1,
+        progress=False, run_dir=str(tmp_path / "run"), **flags,
+    )  # fmt: skip
+    dataset = small.federated(task).dataset
+    result = fmr.run(config, dataset=dataset, model=family(num_classes=dataset.task.width), record=False)
+    first, last = result.rows[0], result.rows[-1]
+    assert last["loss"] < first["loss"] and np.isfinite(last[dataset.task.default_metrics[0]])
+
+
+def test_the_own_task_of_a_simulator():
+    """The task of the arguments takes the place of that of the dataset: the same targets as another kind of number."""
+    federated, task = small.federated("regression"), tasks.Regression(width=2, mean=(0.5,), std=(0.25,), unit="mg")
+    options = {"cohort": 5, "devices": 1, "task": task, "metrics": ["mae"]}
+    simulator = fmr.Simulator("fedavg", small.OfVectors(num_classes=2), federated, **options)
+    assert simulator.model.task == dataclasses.replace(task, metrics=(tasks.METRICS["mae"],))
+    with pytest.raises(UserError, match="the training set needs one integer label per sample"):
+        fmr.Simulator("fedavg", "mlp", federated, cohort=5, task=tasks.Classification(width=3))
+
+
 @pytest.mark.parametrize("mu", [0.0, 5.0])
 def test_fedprox_with_class_weights_keeps_its_own_term(mu):
     def trained(strategy, hyper, **options):
@@ -226,6 +255,13 @@ def test_calibration_finds_the_temperature_and_keeps_the_classes():
     assert calibrated.temperature == pytest.approx(3, rel=0.15)
     np.testing.assert_array_equal(calibrated.predict(x).argmax(1), sure.predict(x).argmax(1))
     np.testing.assert_allclose(calibrated.predict(x).sum(1), 1, rtol=1e-5)
+    weights = np.array([1.0, 2.0, 8.0])  # of a loss that has taught the network shares times weights
+    shares = shares / weights / (shares / weights).sum(1, keepdims=True)
+    y = (rng.random((4000, 1)) > np.cumsum(shares, axis=1)[:, :-1]).sum(1)
+    weighted = sure.calibrated(x, y, weights=weights)
+    assert weighted.temperature == pytest.approx(3, rel=0.15)
+    np.testing.assert_allclose(weighted.predict(x).mean(0), np.bincount(y) / 4000, atol=0.02)
+    assert abs(sure.calibrated(x, y).predict(x).mean(0) - np.bincount(y) / 4000).max() > 0.2
 
 
 def test_the_weights_of_a_loss_are_those_of_the_training_samples():

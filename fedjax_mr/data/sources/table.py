@@ -41,7 +41,8 @@ class ColumnNames:
         None, "Columns of a CSV file whose numbers are categories, separated by commas. Columns of texts always are",
         group="Data", compiled="no")
     drop_columns: str | None = field(
-        None, "Columns of a CSV file that are not used, separated by commas", group="Data", compiled="no")
+        None, "Columns of a CSV file that are not used, separated by commas", argument="drop", group="Data",
+        compiled="no")
     # fmt: on
 
     @property
