@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train the runs of notebook/tasks.md: seven methods on one federation for each task, three seeds, the same settings for all.
 #
-#   DATA=FOLDER experiments/tasks.sh [FOLDER]      # DATA: see plugins/roles.py; FOLDER: the runs. Default: runs/tasks
+#   DATA=FOLDER experiments/tasks.sh [FOLDER]      # DATA: see plugins/letters_of_roles.py; FOLDER: the runs. Default: runs/tasks
 #
 # The same command continues after an interruption: it skips finished runs and resumes unfinished ones. ONLY=TASK trains one
 # task, and LR=NUMBER replaces its learning rate. TUNE=1 tries four learning rates of FedAvg on seed 10 in FOLDER/tuning;
@@ -42,6 +42,6 @@ want movielens && methods=${METHODS:-fedavg,fedsubavg,fedper,local} sweep moviel
   --batch_size=10
 want segmentation && sweep segmentation "${LR:-0.3}" --dataset=masks --model=unet --cohort=10 --rounds=20 \
   --local_epochs=2 --batch_size=20
-want language && sweep language "${LR:-3}" "${data[@]}" --import=experiments/plugins/roles.py --dataset=roles \
+want language && sweep language "${LR:-3}" "${data[@]}" --import=experiments/plugins/letters_of_roles.py --dataset=roles \
   --model=lstm1 --cohort=5 --rounds=40 --local_epochs=1 --batch_size=10
 true
