@@ -463,9 +463,10 @@ class Experiment:
             "xla_flags": compiler_flags(),
         }
         if variables is not None:
-            if self._tables is None:  # resumed after the last evaluation
-                self._tables = self.model.task.tables(self.evaluation.one(variables).metrics)
-            summary |= self._tables
+            tables = self._tables
+            if tables is None:  # resumed after the last evaluation
+                tables = self.model.task.tables(self.evaluation.one(variables).metrics)
+            summary |= tables
         if variables is not None and (holdout := self.federated.holdout) is not None:
             test = normalised(holdout.dataset, holdout.dataset.x, holdout.dataset.y)
             model = self.rounds.constants.problem.model
