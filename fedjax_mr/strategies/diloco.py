@@ -30,9 +30,7 @@ from fedjax_mr.strategies.transforms import keep_optimizer, server_optimizer
 class Hyper:
     """Hyper-parameters of DiLoCo."""
 
-    outer_lr: float = field(
-        0.7, "learning rate of the server", low=0, open_low=True, source="Douillard et al. 2023"
-    )
+    outer_lr: float = field(0.7, "learning rate of the server", low=0, open_low=True, source="Douillard et al. 2023")
     outer_momentum: float = field(
         0.9, "Nesterov momentum of the server", low=0, high=1, open_high=True, source="Douillard et al. 2023"
     )
