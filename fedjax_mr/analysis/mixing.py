@@ -106,7 +106,7 @@ def maps(strategy: Strategy, problem: Problem, *, draws: int) -> np.ndarray:
 
         change = jax.linearize(after, jnp.zeros(count))[1]
         # Leaves [K, K, ...]: of each sender, what each client receives. The mean is taken after the loop: jaxlib 0.10.2
-        # sums a product of a matrix and a broadcast vector wrongly (jaxlib 0.10.2).
+        # sums a product of a matrix and a broadcast vector wrongly (a neighbour of jax issue 39103).
         columns = jax.lax.map(change, jnp.eye(count))
         means = [jnp.mean(leaf.reshape(count, count, -1), axis=2).T for leaf in jax.tree.leaves(columns)]
         return jnp.stack(means)  # [L, K, K]

@@ -23,6 +23,7 @@ Deviations:
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -105,7 +106,7 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
 def _along(changes: trees.Params, model: trees.Params) -> jax.Array:
     """The inner products of K changes with a model [K]."""
     product = lambda change, leaf: jnp.sum(change * leaf[None], axis=tuple(range(1, change.ndim)))
-    return sum(jax.tree.leaves(jax.tree.map(product, changes, model)))
+    return functools.reduce(jnp.add, jax.tree.leaves(jax.tree.map(product, changes, model)))
 
 
 def _root(square: jax.Array) -> jax.Array:

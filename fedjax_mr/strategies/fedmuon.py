@@ -93,13 +93,13 @@ def optimizer(setting: LocalSetting, own: Any, control: Any, iterations: int) ->
     decay = optax.identity() if setting.weight_decay is None else optax.add_decayed_weights(setting.weight_decay)
     descent = optax.chain(decay, optax.scale_by_learning_rate(sgd_lr(setting)))
 
-    def update(gradient, state, params=None):
-        gradient, _ = clip.update(gradient, clip.init(params))
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Momentum]:
+        gradient, _ = clip.update(updates, clip.init(params))
         momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.momentum, gradient)
         corrected = trees.add(trees.subtract(momentum, own), control)
         direction = jax.tree.map(lambda leaf: orthogonal(leaf, iterations), corrected)
-        updates, steps = descent.update(direction, state.steps, params)
-        return updates, Momentum(momentum, steps)
+        moves, steps = descent.update(direction, state.steps, params)
+        return moves, Momentum(momentum, steps)
 
     return optax.GradientTransformation(lambda params: Momentum(own, descent.init(params)), update)
 
