@@ -29,7 +29,7 @@ METHODS = (
     "taskarithmetic", "fedawa", "fedmuon",
 )  # fmt: skip
 _PAIRS = len(COLOURS) * len(MARKERS)
-_OTHERS = 72  # the first look of methods that are not listed; those before `_PAIRS` are tried first
+_OTHERS = 73  # the first look of methods that are not listed; those before `_PAIRS` are tried first
 
 
 class Look(NamedTuple):

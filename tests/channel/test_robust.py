@@ -653,7 +653,8 @@ def test_unequal_neighbourhoods_are_trimmed_by_their_own_size():
     graph = types.SimpleNamespace(weights=graphs.metropolis(path)[None])
     monkeyed = graphs._graph(lambda *_: path, "here", 5, 2, 0)
     models = np.random.default_rng(3).normal(size=(5, 11)).astype(np.float32)
-    found, _ = neighbourhoods("trimmed_mean", 1)(stacked(models), monkeyed.received(jnp.int32(0), jnp.ones(5, bool)))
+    received = jax.tree.map(jnp.asarray, monkeyed.received(jnp.int32(0), jnp.ones(5, bool)))
+    found, _ = neighbourhoods("trimmed_mean", 1)(jax.tree.map(jnp.asarray, stacked(models)), received)
     np.testing.assert_allclose(flat(found), by_neighbours("trimmed_mean", 1, models, graph), rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match="krum needs a graph in which all clients have the same number"):
         neighbourhoods("krum", 0)(stacked(models), monkeyed.received(jnp.int32(0), jnp.ones(5, bool)))

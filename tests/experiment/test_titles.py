@@ -15,7 +15,7 @@ from fedjax_mr.strategies import STRATEGIES, Row, fedmr
 def test_every_method_has_a_name_of_its_own_and_a_look_of_its_own(monkeypatch):
     names = [row.title for row in STRATEGIES.values()]
     assert all(names) and len(set(names)) == len(names)
-    assert len(set(METHODS)) == len(METHODS) <= 72
+    assert len(set(METHODS)) == len(METHODS) <= 73
     looks = plots.looks(names, dict(zip(names, STRATEGIES, strict=True)))
     assert len({(look.colour, look.marker) for look in looks.values()}) == len(names)
     monkeypatch.setitem(STRATEGIES, "mine", Row(fedmr.build, fedmr.Hyper, "nobody"))
