@@ -37,7 +37,7 @@ def server_of(content: Content, page: Callable[[dict[str, Any]], str]) -> Thread
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.headers.get("Host") != f"{HOST}:{self.server.server_port}":  # type: ignore[attr-defined]
+            if self.headers.get("Host") != f"{HOST}:{server.server_port}":
                 self.send_error(403)  # a page of another host, whose name was made to point to this machine
             elif self.path == "/":
                 self._answer("text/html; charset=utf-8", page(now()))
@@ -62,7 +62,8 @@ def server_of(content: Content, page: Callable[[dict[str, Any]], str]) -> Thread
         def log_message(self, *_: Any) -> None:
             """Print nothing: the page asks again and again."""
 
-    return ThreadingHTTPServer((HOST, 0), Handler)
+    server = ThreadingHTTPServer((HOST, 0), Handler)
+    return server
 
 
 EMPTY: dict[str, Any] = {

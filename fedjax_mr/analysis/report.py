@@ -306,7 +306,7 @@ def _partitions(chosen: Sequence[RunRecord]) -> list[dict[str, str]]:
     for run in chosen:
         if (path := run.path / "partition.png").exists():
             picture = base64.b64encode(path.read_bytes()).decode()
-            words = f"Samples of the clients by class: {run.path.name}"
+            words = f"Samples of each client by class, in {run.path.name}"
             return [{"words": words, "source": f"data:image/png;base64,{picture}"}]
     return []
 
