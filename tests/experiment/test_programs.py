@@ -30,6 +30,10 @@ LOWERED = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **_: LOWERED.append(event) if "jaxpr_to_mlir" in event else None
 )
+COMPILED = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: COMPILED.append(event) if "backend_compile" in event else None
+)
 
 
 @pytest.fixture(autouse=True)
@@ -293,6 +297,27 @@ def test_cpu_programs_have_options_that_the_user_can_replace(monkeypatch):
         assert program.compiler_options() == {}
     monkeypatch.setattr(program, "machine", lambda: "arm64")
     assert set(program.compiler_options()) == {program.LEVEL}
+
+
+def test_sums_of_products_with_constant_columns_are_right():
+    # jaxlib 0.10.2 alone gives NaN or any number on x86, see `adds_up_products`.
+    weights, values = np.ones((4, 4), np.float32), np.arange(4, dtype=np.float32)
+
+    def total(weights, values):
+        return jnp.sum(weights @ jnp.broadcast_to(values[:, None], (4, 1024)), axis=1)
+
+    made = program.Program(total)
+    np.testing.assert_array_equal(made(weights, values), np.full(4, 6 * 1024))
+    assert made.traces == 1
+
+
+def test_a_program_is_compiled_once():
+    made = program.Program(lambda weights: jnp.sum(weights @ weights + 1))
+    weights = np.ones((4, 4), np.float32)
+    COMPILED.clear()
+    made(weights)
+    made(weights)
+    assert len(COMPILED) == 1
 
 
 def test_convolutions_are_xlas_own_on_x86_and_products_are_not(monkeypatch):
