@@ -72,11 +72,11 @@ ENVIRONMENTS = {  # what pip installs; nothing: the environment that runs this s
     "ours": (),
     "torch": (TORCH, "numpy"),
     "pfl": (TORCH, "pfl==0.6.0"),
-    "flower": (TORCH, "flwr[simulation]==1.41.0"),
+    "flower": (TORCH, "flwr[simulation]==1.42.0"),
     # With JAX 0.10.2 its jit backend takes a third longer, and pmap no longer has what FedJAX calls.
     "fedjax": ("fedjax==0.0.17", "jax==0.5.3", "jaxlib==0.5.3", "dm-haiku==0.0.14"),
     "flgo": (TORCH, "flgo==0.4.4"),
-    "blazefl": (TORCH, "blazefl==2.0.3", "tqdm"),  # which it imports and does not require
+    "blazefl": (TORCH, "blazefl==2.0.3", "numpy", "tqdm"),  # it imports tqdm and does not require it
 }
 
 
