@@ -13,6 +13,7 @@ from fedjax_mr.compare import replay
 from fedjax_mr.compare.__main__ import main
 from fedjax_mr.compare.train import values_of
 
+ROOT = Path(__file__).parents[2]
 TINY = ("--model=logistic", "--rounds=4", "--eval_every=2", "--local_epochs=1", "--noprogress", "--compare_dir=both")
 BOTH = (*TINY, "--strategies=fedmr,fedavg")
 
@@ -100,6 +101,12 @@ def test_a_ledger_replays_and_a_changed_one_is_noticed(trained, capsys):
         Path("changed.json").write_text(json.dumps(found))
         assert main(["--replay=changed.json"]) == 2
         assert "or was changed" in (error := capsys.readouterr().err) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("kept", sorted((ROOT / "experiments/compare").glob("*.json")), ids=lambda path: path.stem)
+def test_the_page_prints_the_answer_of_each_kept_ledger(kept):
+    answer = replay(kept).table().partition("\n")[0]
+    assert answer in (ROOT / "docs/compare.md").read_text()
 
 
 def test_three_methods_share_alpha_and_decided_pairs_train_no_further(trained):
