@@ -1,11 +1,12 @@
 """The papers' networks in PyTorch: opponents of ``benchmark.py`` and twins of ours in ``tests/models/test_parity.py``.
 
-Without dropout, whose random numbers differ between the libraries. Sources: see the networks of the same names in
-``fedjax_mr/models``.
+Without dropout, whose random numbers differ between the libraries, except in `ViT`, whose speed it affects. Sources: see
+the networks of the same names in ``fedjax_mr/models``.
 """
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -141,6 +142,59 @@ class CharacterLSTM(nn.Module):
         return self.fc(self.lstm(self.embedding(x))[0][:, -1])
 
 
+class TransformerLayer(nn.Module):
+    """A layer of `ViT`: normalisation first, PyTorch's own attention, exact GELU."""
+
+    def __init__(self, width: int, hidden: int, heads: int, head_width: int, dropout: float) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.heads, inner = heads, heads * head_width
+        self.attention_norm, self.perceptron_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, inner) for _ in range(3))
+        self.out, self.drop = nn.Linear(inner, width), nn.Dropout(dropout)
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The vectors [B, T, D] of the next layer."""
+        y = self.attention_norm(x)
+        heads = (each(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        mixed = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.out(mixed))
+        return x + self.perceptron(self.perceptron_norm(x))
+
+
+class ViT(nn.Module):
+    """``vit_tiny`` for images of 32 x 32 x 3, with its dropout."""
+
+    def __init__(
+        self, classes: int = 10, *, patch: int = 4, width: int = 128, depth: int = 6, heads: int = 8,
+        head_width: int = 64, hidden: int = 256, dropout: float = 0.1,
+    ) -> None:  # fmt: skip
+        """Make the layers."""
+        super().__init__()
+        self.patch = patch
+        self.dense, self.drop = nn.Linear(3 * patch**2, width), nn.Dropout(dropout)
+        self.class_token = nn.Parameter(0.02 * torch.randn(width))
+        self.position = nn.Parameter(0.02 * torch.randn(1 + (32 // patch) ** 2, width))
+        self.layers = nn.Sequential(
+            *(TransformerLayer(width, hidden, heads, head_width, dropout) for _ in range(depth))
+        )
+        self.norm, self.fc = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits of images [B, 3, 32, 32]."""
+        x = nn.functional.unfold(x, self.patch, stride=self.patch).transpose(1, 2)
+        x = torch.cat([self.class_token.expand(len(x), 1, -1), self.dense(x)], dim=1)
+        return self.fc(self.norm(self.layers(self.drop(x + self.position))[:, 0]))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "resnet20": ResNet20, "lstm1": CharacterLSTM, "vit_tiny": ViT, "vit_tiny_patch8": functools.partial(ViT, patch=8),
+}  # fmt: skip
+
+
 def build(name: str) -> nn.Module:
     """A network by the name of its twin in this package."""
-    return {**globals(), "resnet20": ResNet20, "lstm1": CharacterLSTM}[name]()
+    return (NETWORKS | globals())[name]()
