@@ -1,7 +1,8 @@
 """The papers' networks in PyTorch: opponents of ``benchmark.py`` and twins of ours in ``tests/models/test_parity.py``.
 
-Without dropout, whose random numbers differ between the libraries, except in `ViT`, whose speed it affects. Sources: see
-the networks of the same names in ``fedjax_mr/models``.
+Without dropout, whose random numbers differ between the libraries, except in `ViT`, whose speed it affects.
+
+Sources: see the networks of the same names in ``fedjax_mr/models``.
 """
 
 import functools
