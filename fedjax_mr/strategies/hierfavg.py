@@ -13,6 +13,10 @@ FedCross. With ``edge=recombine`` or ``edge=cross`` each edge keeps K / E models
 and permutes or mixes them among themselves. The cloud then treats the K models of all edges alike. With one edge this is
 FedMR or FedCross (``selection=in_order``).
 
+Two truths. In the released code (LuminLiu/HierFL) clients belong to edges at random, and each edge selects a share of
+its clients in every round, with probabilities by their numbers of samples. The edges' weights at the cloud are the
+numbers of samples of all their clients, as here.
+
 Deviations:
 * In the paper all clients take part in every round. Here the clients are selected as in FedAvg. An edge without a
   client in the round keeps its model. An edge that keeps several models selects K / E of its own clients.

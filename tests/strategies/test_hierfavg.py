@@ -95,8 +95,10 @@ def test_an_edge_may_recombine_or_mix_among_its_own_clients(engine, edge):
     one = engine("hierfavg", "linear", hyper=hyper, cohort=6)
     strategy, problem = one.strategy, one.constants.problem
     numbers = np.array([0, 3, 9, 100, 103, 109], np.float32)
-    models = jax.tree.map(lambda leaf: np.broadcast_to(numbers.reshape(-1, *[1] * len(leaf.shape)), (6, *leaf.shape)),
-        problem.model.shapes())
+    models = jax.tree.map(
+        lambda leaf: np.broadcast_to(numbers.reshape(-1, *[1] * len(leaf.shape)), (6, *leaf.shape)),
+        problem.model.shapes(),
+    )
     update = jax.jit(strategy.server_update)
     new, _ = update(Models(models), {"model": models}, first_cohort(problem), jnp.int32(0), jax.random.key(1))
     for leaf in jax.tree.leaves(jax.device_get(new.models)):
