@@ -10,8 +10,8 @@ of FedAvg.
 Streaming (``fragments``): Douillard, Donchev, Rush, Kale, Charles, Garrett, Teston, Lacey, McIlroy, Shen, Rame, Szlam,
 Ranzato, Barham: Streaming DiLoCo with Overlapping Communication, arXiv 2501.18512, 2025. The layers are divided into P
 fragments, of which each round sends one, in turn, so a message has about 1 / P of the size. A client goes on training
-its own copy of the other fragments. Layer j belongs to fragment j modulo P, the strided pattern of the paper. A round is
-the time between two messages: with the paper's H, ``local_steps`` is H / P. Sent in one piece, it is DiLoCo.
+its own copy of the other fragments. Layer j belongs to fragment j modulo P, the strided pattern of the paper. A round
+is the time between two messages: with the paper's H, ``local_steps`` is H / P.
 
 Ours, without a paper: ``combine=recombine``. The server keeps K models and permutes their tensors as FedMR in place of
 averaging, and each model has an outer optimizer of its own.

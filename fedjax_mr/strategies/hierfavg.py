@@ -7,11 +7,11 @@ numbers of samples of all their clients, and sends the mean back. With one edge 
 
 The clients of an edge are neighbours: client i of N belongs to edge i E / N, rounded down.
 
-Ours, without a paper: FedMR and FedCross at either level. With ``cloud=recombine`` the cloud permutes the tensors of the
-edges' models, as FedMR does with those of clients; with ``cloud=cross`` it mixes each model with another one, as
-FedCross. With ``edge=recombine`` or ``edge=cross`` each edge keeps K / E models, one for each of its clients in a round,
-and permutes or mixes them among themselves. The cloud then treats the K models of all edges alike. With one edge this is
-FedMR or FedCross (``selection=in_order``).
+Ours, without a paper: FedMR and FedCross at either level. With ``cloud=recombine`` the cloud permutes the tensors of
+the edges' models, as FedMR does with those of clients; with ``cloud=cross`` it mixes each model with another one, as
+FedCross. With ``edge=recombine`` or ``edge=cross`` each edge keeps K / E models, one for each of its clients in a
+round, and permutes or mixes them among themselves. The cloud then treats the K models of all edges alike. With one edge
+this is FedMR or FedCross (``selection=in_order``).
 
 Two truths. In the released code (LuminLiu/HierFL) clients belong to edges at random, and each edge selects a share of
 its clients in every round, with probabilities by their numbers of samples. The edges' weights at the cloud are the
@@ -68,18 +68,21 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     """Build HierFAVG.
 
     Raises:
-      UserError: there are more edges than clients, or the clients of a round cannot be divided among the edges.
+      UserError: there are more edges than clients, the clients of a round cannot be divided among the edges, or some
+        clients are absent.
     """
     edges, clients = hyper.edges, problem.num_clients
     if edges > clients:
         raise UserError(f"hierfavg has {edges} edges, but {clients} clients: set hyper.edges= to at most that")
+    if problem.present is not None:
+        raise UserError("hierfavg divides all clients among its edges; without some, others would belong to other edges")
     slots = edges  # S, models of all edges
     if hyper.edge != "mean":
         per_edge, slots = problem.cohort_size // edges, problem.cohort_size
         if per_edge * edges != slots or per_edge > clients // edges:
             raise UserError(
-                f"with hyper.edge={hyper.edge} each edge selects K / E of its clients, but {slots} of {clients} clients "
-                f"cannot be divided equally among {edges} edges: change cohort= or hyper.edges="
+                f"with hyper.edge={hyper.edge} each edge selects K / E of its clients, but {slots} of {clients} "
+                f"clients cannot be divided equally among {edges} edges: change cohort= or hyper.edges="
             )
     units = fedmr.recombination_units(fedmr.Hyper(), problem.layers)
     crossing = fedcross.Hyper(alpha=hyper.alpha, selection="in_order")

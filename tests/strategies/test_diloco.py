@@ -44,7 +44,7 @@ def test_three_rounds_equal_the_equations(transcription):
 
 @pytest.mark.parametrize("velocity", [0.9, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_with_two_fragments_each_is_sent_in_every_other_round(transcription, velocity):
-    """Hidden layer and head in turn. A client keeps training its own copy of the other one, with one velocity for all."""
+    """Hidden layer and head in turn. A client keeps training its own copy of the other one, and its velocity."""
     by_hand = transcription("diloco", Hyper(outer_lr=0.7, outer_momentum=velocity, fragments=2), cohort=4)
     parts = [slice(2, 4), slice(0, 2)]  # of the leaves: first the hidden layer, then the head
     model = by_hand.read(by_hand.progress.server.inner.model)

@@ -90,7 +90,7 @@ def test_the_cloud_may_recombine_or_mix_and_keeps_the_mean(engine, cloud):
 
 @pytest.mark.parametrize("edge", ["recombine", "cross"])
 def test_an_edge_may_recombine_or_mix_among_its_own_clients(engine, edge):
-    """Models 0, 1, 2 belong to the first edge, 3, 4, 5 to the second. The third round is the cloud's, which permutes."""
+    """Models 0, 1, 2 belong to the first edge, the others to the second. The third round is the cloud's."""
     hyper = Hyper(edges=2, period=3, edge=edge, cloud="recombine", alpha=0.75)
     one = engine("hierfavg", "linear", hyper=hyper, cohort=6)
     strategy, problem = one.strategy, one.constants.problem
@@ -138,7 +138,7 @@ def test_an_edge_that_keeps_models_selects_as_many_clients_as_the_others(engine)
         np.testing.assert_array_equal(cohort.sizes, np.asarray(one.constants.problem.sizes)[ids])
         seen.add(tuple(ids))
     assert len(seen) > 10
-    progress, report = one.run(one.init(), 2)
+    _, report = one.run(one.init(), 2)
     size = trees.num_bytes(one.constants.problem.model.shapes())
     assert report.traffic.num_bytes() == (8 * size, 8 * size, 2 * 4 * size)  # the second round is the cloud's
 
