@@ -26,6 +26,7 @@ Deviations:
 """
 
 import dataclasses
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import jax
@@ -106,15 +107,16 @@ def _streaming(hyper: Hyper, problem: Problem, inner: Strategy, outer: optax.Gra
     numbers = {leaf: place % count for place, layer in enumerate(layers) for leaf in layer.leaves}
     fragment = jax.tree.unflatten(jax.tree.structure(shapes), [numbers[leaf] for leaf in range(len(numbers))])
     names = jax.tree.map(str, fragment["params"])
-    in_turn = {
-        str(number): optax.conditionally_mask(outer, lambda step, number=number: step % count == number)
+    in_turn: dict[Hashable, optax.GradientTransformation] = {
+        str(number): optax.conditionally_mask(outer, lambda step, number=number: jnp.mod(step, count) == number)
         for number in range(count)
     }
     server = server_optimizer(inner, optax.partition(in_turn, names))
-    models = server.models
+    models, first_memory = server.models, inner.init_memory
+    assert models is not None and first_memory is not None
 
     def init_memory(key, client_id):
-        return Streamed(inner.init_memory(key, client_id), trees.zeros_like(shapes))
+        return Streamed(first_memory(key, client_id), trees.zeros_like(shapes))
 
     def client_update(payload, memory, data, round, key):
         sent = lambda number: (round == 0) | ((round - 1) % count == number)

@@ -75,7 +75,9 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
     if edges > clients:
         raise UserError(f"hierfavg has {edges} edges, but {clients} clients: set hyper.edges= to at most that")
     if problem.present is not None:
-        raise UserError("hierfavg divides all clients among its edges; without some, others would belong to other edges")
+        raise UserError(
+            "hierfavg divides all clients among its edges; without some, others would belong to other edges"
+        )
     slots = edges  # S, models of all edges
     if hyper.edge != "mean":
         per_edge, slots = problem.cohort_size // edges, problem.cohort_size
