@@ -107,11 +107,13 @@ def _streaming(hyper: Hyper, problem: Problem, inner: Strategy, outer: optax.Gra
     numbers = {leaf: place % count for place, layer in enumerate(layers) for leaf in layer.leaves}
     fragment = jax.tree.unflatten(jax.tree.structure(shapes), [numbers[leaf] for leaf in range(len(numbers))])
     names = jax.tree.map(str, fragment["params"])
-    in_turn: dict[Hashable, optax.GradientTransformation] = {
-        str(number): optax.conditionally_mask(outer, lambda step, number=number: jnp.mod(step, count) == number)
-        for number in range(count)
-    }
-    server = server_optimizer(inner, optax.partition(in_turn, names))
+
+    def in_turn(number: int) -> optax.GradientTransformation:
+        """The outer optimizer, which works only in the rounds of a fragment."""
+        return optax.conditionally_mask(outer, lambda step, **extra_args: jnp.mod(step, count) == number)
+
+    by_name: dict[Hashable, optax.GradientTransformation] = {str(number): in_turn(number) for number in range(count)}
+    server = server_optimizer(inner, optax.partition(by_name, names))
     models, first_memory = server.models, inner.init_memory
     assert models is not None and first_memory is not None
 
