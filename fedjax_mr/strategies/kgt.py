@@ -12,6 +12,10 @@ after the step: Nedic, Olshevsky, Shi: Achieving Geometric Convergence for Distr
 Graphs, SIAM Journal on Optimization 2017): z_i is the tracked gradient, which becomes W z plus the change of the
 client's gradient. K-GT is to D-PSGD as SCAFFOLD is to FedAvg.
 
+Sources. Of the paper only the abstract was at hand. Two public implementations (an optimizer ``K_GT`` in a library for
+decentralised training, and a simulator with FlexGT beside it) compute these two equations, with eta_s for ``rate`` and
+without momentum in z, and start the corrections at zero.
+
 Deviations:
 * The corrections start at zero; the paper starts them at the mean of all clients' gradients minus the client's own.
 * The paper has no momentum. Here the step size eta is lr / (1 - momentum), as in our SCAFFOLD.

@@ -120,6 +120,10 @@ def what_if(
 def refusal(simulator: Simulator) -> str:
     """Why the federations of a simulator cannot train without some of their clients, in one line; "" if they can."""
     strategy, problem = simulator.rounds.strategy, simulator.problem
+    try:
+        _ = of_coalition(simulator.rounds.constants, range(problem.num_clients)).strategy
+    except UserError as error:
+        return f"what_if cannot leave out clients: {error}"
     one_more = dataclasses.replace(problem, num_clients=problem.num_clients + 1)
     state = lambda problem: jax.eval_shape(simulator.rounds.constants.build(problem).init, random_key(0))
     shapes = [[leaf.shape for leaf in jax.tree.leaves(state(each))] for each in (problem, one_more)]

@@ -1,5 +1,7 @@
 """DiLoCo against its equations, its special case, and the optimizer that clients keep."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -38,6 +40,44 @@ def test_three_rounds_equal_the_equations(transcription):
         model = [x - 0.7 * (d + 0.9 * v) for x, d, v in zip(model, delta, outer, strict=True)]
         by_hand.check(by_hand.progress.server.inner.model, model)
     assert again > 0
+
+
+@pytest.mark.parametrize("velocity", [0.9, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_with_two_fragments_each_is_sent_in_every_other_round(transcription, velocity):
+    """Hidden layer and head in turn. A client keeps training its own copy of the other one, and its velocity."""
+    by_hand = transcription("diloco", Hyper(outer_lr=0.7, outer_momentum=velocity, fragments=2), cohort=4)
+    parts = [slice(2, 4), slice(0, 2)]  # of the leaves: first the hidden layer, then the head
+    model = by_hand.read(by_hand.progress.server.inner.model)
+    outer = [0 * leaf for leaf in model]
+    own, inner = [list(model) for _ in range(4)], [[0 * leaf for leaf in model] for _ in range(4)]
+    sizes = [sum(4 * leaf.numel() for leaf in model[part]) for part in parts]
+    for round, clients in enumerate(by_hand.rounds(5)):
+        for i in clients:
+            for _ in range(3):
+                gradient = by_hand.gradient(lambda w, i=i: by_hand.cross_entropy(w, i), own[i])
+                inner[i] = [0.5 * v + g for v, g in zip(inner[i], gradient, strict=True)]
+                own[i] = [w - 0.1 * v for w, v in zip(own[i], inner[i], strict=True)]
+        mean, part = by_hand.mean(own), parts[round % 2]
+        for leaf in range(4)[part]:
+            delta = model[leaf] - mean[leaf]
+            outer[leaf] = velocity * outer[leaf] + delta
+            model[leaf] = model[leaf] - 0.7 * (delta + velocity * outer[leaf])
+            for i in range(4):
+                own[i][leaf] = model[leaf]
+        by_hand.check(by_hand.progress.server.inner.model, model)
+        received = sum(sizes) if round == 0 else sizes[(round - 1) % 2]
+        assert by_hand.report.traffic.num_bytes() == (4 * received, 4 * sizes[round % 2], 0)
+
+
+def test_networks_and_federations_that_cannot_be_streamed_are_refused(federation):
+    everybody, some = federation("linear", cohort=6).problem, federation("linear", cohort=3).problem
+    for hyper, problem, message in (
+        (Hyper(fragments=2), everybody, "divides 1 layers: set hyper.fragments= to at most that"),
+        (Hyper(fragments=2, combine="recombine"), everybody, "needs hyper.combine=average"),
+        (Hyper(fragments=2), dataclasses.replace(some, layers=2 * some.layers), "every round: set cohort=6"),
+    ):
+        with pytest.raises(UserError, match=message):
+            diloco.build(hyper, problem)
 
 
 def simulator(build, *, optimizer="sgd", momentum=0.0, **setting):

@@ -98,6 +98,16 @@ def test_a_file_and_graphs_of_users(tmp_path, monkeypatch):
     del GRAPHS["mine"]
 
 
+def test_a_graph_of_networkx():
+    networkx = pytest.importorskip("networkx")
+    GRAPHS["mine"] = networkx.petersen_graph()  # ten nodes with three neighbours each
+    found = graph("mine", 10)
+    del GRAPHS["mine"]
+    neighbours = networkx.to_numpy_array(networkx.petersen_graph())
+    np.testing.assert_allclose(found.weights[0], neighbours / 4 + np.eye(10) / 4, atol=1e-12)
+    assert found.contraction == pytest.approx(0.5)  # eigenvalues 3, 1 and -2 of the graph: (1 + 1) / 4
+
+
 @pytest.mark.parametrize(
     "name, count, cohort, words",
     [

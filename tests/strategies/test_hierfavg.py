@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_mr import trees
 from fedjax_mr.errors import UserError
-from fedjax_mr.strategies import fedavg, hierfavg
+from fedjax_mr.strategies import fedavg, fedcross, fedmr, hierfavg
 from fedjax_mr.strategies.hierfavg import Hyper
 from fedjax_mr.strategies.parts import Models
 from fedjax_mr.testing.federations import first_cohort
@@ -88,6 +88,63 @@ def test_the_cloud_may_recombine_or_mix_and_keeps_the_mean(engine, cloud):
             np.testing.assert_allclose(rows[:, 0], [0.75 * 0 + 0.25 * 3, 0.75 * 3 + 0.25 * 9, 0.75 * 9], rtol=1e-6)
 
 
-def test_more_edges_than_clients_are_refused(engine):
+@pytest.mark.parametrize("edge", ["recombine", "cross"])
+def test_an_edge_may_recombine_or_mix_among_its_own_clients(engine, edge):
+    """Models 0, 1, 2 belong to the first edge, the others to the second. The third round is the cloud's."""
+    hyper = Hyper(edges=2, period=3, edge=edge, cloud="recombine", alpha=0.75)
+    one = engine("hierfavg", "linear", hyper=hyper, cohort=6)
+    strategy, problem = one.strategy, one.constants.problem
+    numbers = np.array([0, 3, 9, 100, 103, 109], np.float32)
+    models = jax.tree.map(
+        lambda leaf: np.broadcast_to(numbers.reshape(-1, *[1] * len(leaf.shape)), (6, *leaf.shape)),
+        problem.model.shapes(),
+    )
+    update = jax.jit(strategy.server_update)
+    new, _ = update(Models(models), {"model": models}, first_cohort(problem), jnp.int32(0), jax.random.key(1))
+    for leaf in jax.tree.leaves(jax.device_get(new.models)):
+        rows = leaf.reshape(6, -1)[:, 0]
+        if edge == "recombine":
+            assert sorted(rows[:3]) == [0, 3, 9] and sorted(rows[3:]) == [100, 103, 109]
+        else:
+            here = [0.75 * 0 + 0.25 * 3, 0.75 * 3 + 0.25 * 9, 0.75 * 9 + 0.25 * 0]
+            np.testing.assert_allclose(rows, [*here, *(100 + each for each in here)], rtol=1e-6)
+    new, _ = update(Models(models), {"model": models}, first_cohort(problem), jnp.int32(2), jax.random.key(1))
+    leaves = [leaf.reshape(6, -1)[:3, 0] for leaf in jax.tree.leaves(jax.device_get(new.models))]
+    assert any(leaf.max() >= 100 for leaf in leaves)  # from the other edge
+
+
+@pytest.mark.parametrize("edge", ["recombine", "cross"])
+def test_one_edge_that_keeps_its_models_is_fedmr_or_fedcross(federation, close, sent_after, edge):
+    """With the same random numbers: each edge has a key of its own."""
+    problem = federation("normed").problem
+    ours = hierfavg.build(Hyper(edges=1, period=1000, edge=edge, alpha=0.75), problem)
+    if edge == "cross":
+        other = fedcross.build(fedcross.Hyper(alpha=0.75, selection="in_order"), problem)
+        close(sent_after(ours, problem), sent_after(other, problem))
+    else:
+        of_edge = lambda key: jax.random.split(jax.random.fold_in(key, 1), 1)[0]
+        other = fedmr.build(fedmr.Hyper(), problem)
+        keyed = other._replace(server_update=lambda *args: other.server_update(*args[:-1], of_edge(args[-1])))
+        close(sent_after(ours, problem), sent_after(keyed, problem))
+
+
+def test_an_edge_that_keeps_models_selects_as_many_clients_as_the_others(engine):
+    one = engine("hierfavg", "linear", hyper=Hyper(edges=2, edge="recombine"), cohort=4)
+    select, seen = jax.jit(one.strategy.select), set()
+    for round in range(20):
+        cohort = select(one.init().server, jnp.int32(round), jax.random.key(round))
+        ids = np.asarray(cohort.ids)
+        assert len(set(ids)) == 4 and all(ids[:2] < 3) and all(ids[2:] >= 3)
+        np.testing.assert_array_equal(cohort.sizes, np.asarray(one.constants.problem.sizes)[ids])
+        seen.add(tuple(ids))
+    assert len(seen) > 10
+    _, report = one.run(one.init(), 2)
+    size = trees.num_bytes(one.constants.problem.model.shapes())
+    assert report.traffic.num_bytes() == (8 * size, 8 * size, 2 * 4 * size)  # the second round is the cloud's
+
+
+def test_edges_without_clients_are_refused(engine):
     with pytest.raises(UserError, match="7 edges, but 6 clients"):
         engine("hierfavg", "linear", hyper=Hyper(edges=7))
+    with pytest.raises(UserError, match="5 of 6 clients cannot be divided equally among 2 edges"):
+        engine("hierfavg", "linear", hyper=Hyper(edges=2, edge="cross"), cohort=5)

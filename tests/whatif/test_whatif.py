@@ -24,7 +24,11 @@ REFUSED = {
     "adaptivefl": "selects its clients itself",
     "centralized": "selects its clients itself",
     "clusamp": "selects its clients itself",
+    "dpsgd": "about every client on the server",
     "fedsa": "about every client on the server",
+    "gossipmr": "about every client on the server",
+    "hierfavg": "belong to other edges",
+    "kgt": "about every client on the server",
     "local": "deploys no model",
 }
 QUICK = ("scaffold", "fedmr", *REFUSED)  # of FedAvg, all other tests are
