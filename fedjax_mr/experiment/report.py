@@ -86,7 +86,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         "compilation": number("{:.1f} s", "compile_seconds"),
         "per round": number("{:.3f} s", "seconds_per_round"),
         "of this the server": number("{:.3f} s", "server_seconds_per_round"),
-        "speed": number("{:,.0f} images/s", "images_per_second"),
+        "speed": number("{:,.0f} samples/s", "images_per_second"),
         "peak memory": number("{:,.0f} MB", "peak_memory_bytes", 1e6),
     }
     shown = {name: text for name, text in lines.items() if text is not None}
@@ -95,7 +95,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 
 
 class ProgressBar:
-    """A bar on standard error: round, the first metric, images per second, time left.
+    """A bar on standard error: round, the first metric, samples per second, time left.
 
     The time left is estimated from the pace of this process without compilation. The first call also warms up, so it
     counts only until the second one ends.
@@ -136,7 +136,7 @@ class ProgressBar:
         value = row[metric.name] if row else None
         parts = [] if value is None else [f"{metric.title} {value:.4f}"]
         self._bar.set_postfix_str(
-            ", ".join([*parts, f"{images_per_second:,.0f} images/s", f"{left} left"]), refresh=False
+            ", ".join([*parts, f"{images_per_second:,.0f} samples/s", f"{left} left"]), refresh=False
         )
         self._bar.update(done - self._bar.n)
 

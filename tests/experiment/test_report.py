@@ -57,7 +57,7 @@ def test_summary_table():
     assert dict(lines)["accuracy, last"] == "0.9712"
     assert dict(lines)["rounds"] == dict(lines)["rounds to the target"] == "150"
     assert dict(lines)["sent to clients"] == "2.5 MB"
-    assert dict(lines)["speed"] == "8,123 images/s"
+    assert dict(lines)["speed"] == "8,123 samples/s"
     assert len({line.index(value) for line, (_, value) in zip(text.splitlines(), lines, strict=True)}) == 1
     assert "target" not in summary_table(summarise([row(1)]))
     assert "among" not in text
@@ -84,7 +84,7 @@ def test_progress_shows_round_accuracy_speed_and_time_left(capsys):
     out, shown = capsys.readouterr()
     assert out == ""
     last = shown.replace("\r", "\n").strip().splitlines()[-1]
-    for part in ("round 20/20", "accuracy 0.5000", "8,000 images/s", "00:00 left"):
+    for part in ("round 20/20", "accuracy 0.5000", "8,000 samples/s", "00:00 left"):
         assert part in last
     assert "round 5/20" in shown
 
