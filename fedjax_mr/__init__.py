@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedjax_mr.api import *  # noqa: F403
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 def _is_for_a_command() -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+from absl import logging
 
 from fedjax_mr import files
 from fedjax_mr.data.values import as_array, is_missing
@@ -26,6 +27,7 @@ SUFFIXES = (".csv", ".tsv")
 MISSING = frozenset({"", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null", "None", "<NA>", "NaT"})
 MOST_CATEGORIES = 100  # of a text column that is not listed as categorical; more are names, notes or identifiers
 FEWEST_ROWS = 20  # in fewer rows, texts that are all different may still be categories
+FEWEST_NUMBERED_ROWS = 100  # in fewer rows, whole numbers that are all different may still be measured
 _TRUTH = {"true": True, "false": False}
 _DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([ T].*)?|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}([ T].*)?")
 _ALMOST_NUMBER = re.compile(r"[<>~≈±]?\s*[-+]?[$€£]?\s*\d[\d.,' ]*\s*(%|‰|[$€£]|\s[a-zA-Zµ/]+)?")
@@ -134,6 +136,16 @@ def refuse_free_text(categories: np.ndarray, where: str) -> None:
             f"{where} has {different:,} different texts in {len(known):,} rows (such as {_shown(known[0])}): drop it "
             "(drop=), or list it in categorical= if these are categories"
         )
+
+
+def warn_of_identifiers(numbers: np.ndarray, where: str) -> None:
+    """Warn of a column of numbers [M] that has another whole number in each row, as numbers of patients are."""
+    different = np.unique(numbers)
+    if len(numbers) >= FEWEST_NUMBERED_ROWS and len(different) == len(numbers) and not np.any(different % 1):
+        logging.warning(
+            "%s has another whole number in each of %d rows: if it numbers rows or persons, drop it (--drop_columns)",
+            where, len(numbers),
+        )  # fmt: skip
 
 
 # ---- Sources of columns

@@ -61,6 +61,7 @@ class Preparation:
                 known = values[train & ~np.isnan(values)]
                 if not len(known):
                     raise UserError(f"{column} has no values in the training rows: drop it (drop=)")
+                table_columns.warn_of_identifiers(values, column)
                 categories.append(())
                 fill.append(float(np.median(known)))
                 continue

@@ -22,8 +22,9 @@ def last_evaluations(count: int) -> str:
 def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[str, Any]:
     """The summary of the evaluations; None marks a missing value.
 
-    The values are those of the first metric (`rows.metric_of`), such as ``accuracy_last``. With fewer than ten
-    evaluations, ``accuracy_mean_last_10`` is the mean of all; ``evaluations`` is their number.
+    The values are those of the first metric (`rows.metric_of`), such as ``accuracy_last``; other metrics have their last
+    value, such as ``auroc_last``. With fewer than ten evaluations, ``accuracy_mean_last_10`` is the mean of all;
+    ``evaluations`` is their number.
 
     Args:
       rows: the evaluations, ascending.
@@ -40,6 +41,7 @@ def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[s
         f"{name}_last": last[name],
         f"{name}_best": sign * max(values) if values else None,
         f"{name}_mean_last_10": statistics.fmean(ten) if ten else None,
+        **{f"{other}_last": value for other, value in last.items() if other in METRICS and other != name},
         "evaluations": len(rows),
         "loss_last": last["loss"],
         "rounds": last["round"] or 0,
@@ -67,10 +69,12 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     last = last_evaluations(summary.get("evaluations", LAST + 1))
     name = next((key.removesuffix("_last") for key in summary if key.endswith("_last")), "accuracy")
     title = METRICS[name].title if name in METRICS else name
+    others = [each for each in METRICS if each != name and f"{each}_last" in summary]
     lines = {
         f"{title}, last": number("{:.4f}", f"{name}_last"),
         f"{title}, best": number("{:.4f}", f"{name}_best"),
         f"{title}, mean of {last}": number("{:.4f}", f"{name}_mean_last_10"),
+        **{f"{METRICS[other].title}, last": number("{:.4f}", f"{other}_last") for other in others},
         "test loss": number("{:.4f} nats" if name == "accuracy" else "{:.4f}", "loss_last"),
         "validation": number("{:.4f}", f"validation_{name}"),
         "clients' own models": number("{:.4f}", f"personal_{name}"),
@@ -86,7 +90,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         "compilation": number("{:.1f} s", "compile_seconds"),
         "per round": number("{:.3f} s", "seconds_per_round"),
         "of this the server": number("{:.3f} s", "server_seconds_per_round"),
-        "speed": number("{:,.0f} images/s", "images_per_second"),
+        "speed": number("{:,.0f} samples/s", "images_per_second"),
         "peak memory": number("{:,.0f} MB", "peak_memory_bytes", 1e6),
     }
     shown = {name: text for name, text in lines.items() if text is not None}
@@ -95,7 +99,7 @@ def summary_table(summary: Mapping[str, Any]) -> str:
 
 
 class ProgressBar:
-    """A bar on standard error: round, the first metric, images per second, time left.
+    """A bar on standard error: round, the first metric, samples per second, time left.
 
     The time left is estimated from the pace of this process without compilation. The first call also warms up, so it
     counts only until the second one ends.
@@ -136,7 +140,7 @@ class ProgressBar:
         value = row[metric.name] if row else None
         parts = [] if value is None else [f"{metric.title} {value:.4f}"]
         self._bar.set_postfix_str(
-            ", ".join([*parts, f"{images_per_second:,.0f} images/s", f"{left} left"]), refresh=False
+            ", ".join([*parts, f"{images_per_second:,.0f} samples/s", f"{left} left"]), refresh=False
         )
         self._bar.update(done - self._bar.n)
 

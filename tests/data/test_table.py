@@ -295,3 +295,11 @@ def test_many_whole_numbers_are_classes_only_if_the_task_is_named():
         data.from_table(table, "age")
     assert data.from_table(table, "age", task="classification").num_classes == 40
     assert data.from_table({"x": np.arange(240.0), "age": np.arange(240) % 30}, "age").num_classes == 30
+
+
+@pytest.mark.parametrize(("scale", "rows", "warned"), [(1, 100, True), (1, 99, False), (0.5, 100, False)])
+def test_a_column_that_numbers_the_rows_is_named(scale, rows, warned, caplog):
+    order = np.random.default_rng(0).permutation(rows) * scale
+    data.from_table({"patient": order, "age": np.arange(rows) % 50, "ill": np.arange(rows) % 2}, "ill", name="ward")
+    assert ("ward: column 'patient' has another whole number in each of 100 rows" in caplog.text) == warned
+    assert "'age'" not in caplog.text

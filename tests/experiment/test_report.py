@@ -40,6 +40,15 @@ def test_summary():
     assert summarise(rows[:3])["accuracy_mean_last_10"] == pytest.approx(0.4)
 
 
+def test_the_other_metrics_are_at_the_end_of_a_run_too():
+    first = {"round": 3, "macro_f1": 0.5, "auroc": 0.75, "f1_of_a": 0.2} | row(3)
+    del first["accuracy"]
+    summary = summarise([first])
+    assert next(iter(summary)) == "macro_f1_last" and summary["auroc_last"] == 0.75 and "f1_of_a_last" not in summary
+    shown = summary_table(summary)
+    assert re.search(r"^  macro F1, last +0.5000$", shown, re.M) and re.search(r"^  AUROC, last +0.7500$", shown, re.M)
+
+
 def test_summary_of_nothing_and_of_a_diverged_run():
     nothing = summarise([], 0.5)
     assert nothing["rounds"] == nothing["bytes_down"] == 0 and nothing["accuracy_best"] is None
@@ -57,7 +66,7 @@ def test_summary_table():
     assert dict(lines)["accuracy, last"] == "0.9712"
     assert dict(lines)["rounds"] == dict(lines)["rounds to the target"] == "150"
     assert dict(lines)["sent to clients"] == "2.5 MB"
-    assert dict(lines)["speed"] == "8,123 images/s"
+    assert dict(lines)["speed"] == "8,123 samples/s"
     assert len({line.index(value) for line, (_, value) in zip(text.splitlines(), lines, strict=True)}) == 1
     assert "target" not in summary_table(summarise([row(1)]))
     assert "among" not in text
@@ -84,7 +93,7 @@ def test_progress_shows_round_accuracy_speed_and_time_left(capsys):
     out, shown = capsys.readouterr()
     assert out == ""
     last = shown.replace("\r", "\n").strip().splitlines()[-1]
-    for part in ("round 20/20", "accuracy 0.5000", "8,000 images/s", "00:00 left"):
+    for part in ("round 20/20", "accuracy 0.5000", "8,000 samples/s", "00:00 left"):
         assert part in last
     assert "round 5/20" in shown
 
