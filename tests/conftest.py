@@ -28,6 +28,7 @@ from fedjax_mr.testing.federations import (
     tree_close,
     tree_equal,
 )
+from fedjax_mr.testing.threefry import leave_threefry_out_of_programs
 
 pytest.register_assert_rewrite(
     "fedjax_mr.testing.test_contract", "fedjax_mr.testing.test_links", "fedjax_mr.testing.test_tasks"
@@ -46,6 +47,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environme
     add_xla_flags(QUICK_TO_COMPILE | LONG_TIMEOUTS)
     use_memory_for_files()
 set_up_jax(devices=2, cohort_size=2)
+leave_threefry_out_of_programs()
 os.fsync = lambda descriptor: None  # no power fails here, and many small files would wait for the disk
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
