@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import tempfile
+import types
 from pathlib import Path
+from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Some programs here sum across the devices of one process, which needs spare threads (see `set_up_jax`).
@@ -16,8 +18,10 @@ import jax
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from fedjax_mr import plots
 from fedjax_mr.engine import program
 from fedjax_mr.engine.devices import LONG_TIMEOUTS, add_xla_flags, set_up_jax
+from fedjax_mr.experiment import experiment
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.testing.federations import (
     QUICK_TO_COMPILE,
@@ -28,6 +32,7 @@ from fedjax_mr.testing.federations import (
     tree_close,
     tree_equal,
 )
+from fedjax_mr.testing.threefry import leave_threefry_out_of_programs
 
 pytest.register_assert_rewrite(
     "fedjax_mr.testing.test_contract", "fedjax_mr.testing.test_links", "fedjax_mr.testing.test_tasks"
@@ -46,11 +51,15 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environme
     add_xla_flags(QUICK_TO_COMPILE | LONG_TIMEOUTS)
     use_memory_for_files()
 set_up_jax(devices=2, cohort_size=2)
+leave_threefry_out_of_programs()
 os.fsync = lambda descriptor: None  # no power fails here, and many small files would wait for the disk
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # programs without lines of their source compile faster
 program.MAX_KEPT = 40  # more tests than usual run the same settings
+# Drawing takes a third of a run this small. Tests that look at pictures use the fixture `pictures`.
+NO_PICTURES = dict.fromkeys(("partition", "curves", "personal"), lambda *_, **__: None)
+experiment.plots = types.SimpleNamespace(**NO_PICTURES)
 
 
 class BySharedPrograms(LoadScopeScheduling):
@@ -109,6 +118,12 @@ def pytest_runtest_teardown(item):
     """Look now and then how many memory maps this worker has, and drop the programs of the tests before if need be."""
     if next(TESTS) % 10 == 0:
         drop_programs()
+
+
+@pytest.fixture(scope="session")
+def pictures():
+    """A context in which runs draw their pictures."""
+    return lambda: mock.patch.object(experiment, "plots", plots)
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,7 @@ def lora(
     kernels = dense_kernels(model)
     chosen = _chosen(model, kernels, targets)
     given = None if variables is None else parts.checked(variables, shapes, model.name)
-    base = jax.device_get(jax.jit(model.init)(key)) if given is None else given
+    base = jax.device_get(parts.initialised(model, key)) if given is None else given
     hooks = Lora(dropout, 0.5 if stabilized else 1.0)
     scale = alpha / rank**hooks.exponent
     added = {path: _pair(jax.random.fold_in(key, n), kernels[path], rank, scale) for n, path in enumerate(chosen)}

@@ -97,11 +97,17 @@ def partly(model: Any, trainable: Trainable = "*", *, variables: Any = None, key
             f"parameters are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
         )
     if variables is None:
-        frozen = split(jax.jit(model.init)(key), trainable)[1]
+        frozen = split(initialised(model, key), trainable)[1]
         frozen = jax.tree.map(np.asarray, frozen)
         return dataclasses.replace(model, frozen=frozen, start=split(model.start, trainable)[0])
     start, frozen = split(checked(variables, shapes, model.name), trainable)
     return dataclasses.replace(model, frozen=frozen, start=start)
+
+
+@jax.jit  # models with equal shapes share a program
+def initialised(model: Any, key: jax.Array) -> Tree:
+    """The first variables of a network; consumes ``key``."""
+    return model.init(key)
 
 
 def checked(variables: Any, shapes: Tree, name: str) -> Tree:

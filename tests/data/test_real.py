@@ -77,7 +77,7 @@ def test_cifar10_in_its_original_order_also_from_the_cache(real):
         ("shakespeare", "leaf/shakespeare", {"clients": 0, "partition": "natural", "model": "lstm1", "lr": 0.1}),
     ],
 )
-def test_three_rounds_of_fedmr(real, tmp_path, dataset, place, settings):
+def test_three_rounds_of_fedmr(real, pictures, tmp_path, dataset, place, settings):
     path = str(real(place))
     source = {"dataset": path} if dataset is None else {"dataset": dataset, "data_dir": path}
     common = {
@@ -88,7 +88,8 @@ def test_three_rounds_of_fedmr(real, tmp_path, dataset, place, settings):
         "progress": False,
         "run_dir": str(tmp_path / "run"),
     }
-    result = fmr.run(fmr.Config(strategy="fedmr", **source, **settings, **common))
+    with pictures():
+        result = fmr.run(fmr.Config(strategy="fedmr", **source, **settings, **common))
     losses = [row["train_loss"] for row in result.rows]
     assert losses[-1] < losses[0]
     assert (tmp_path / "run" / "partition.npz").is_file()

@@ -13,7 +13,7 @@ from fedjax_mr.experiment.run import run
 
 
 @pytest.fixture(scope="module")
-def digits_run(tmp_path_factory):
+def digits_run(tmp_path_factory, pictures):
     """Two networks of clients that train alone, with validation and fine-tuning, through the front door."""
     folder = tmp_path_factory.mktemp("personal") / "run"
     flags = (
@@ -22,7 +22,8 @@ def digits_run(tmp_path_factory):
     flags += " --local_epochs=1 --validation_share=0.2 --client_test_share=0.2 --finetune_epochs=1"
     flags += " --holdout_clients=1 --noprogress --devices=1"
     config = configuration.parse([*flags.split(), f"--run_dir={folder}"])
-    return run(config), config
+    with pictures():
+        return run(config), config
 
 
 def test_a_run_keeps_every_clients_result(digits_run):

@@ -17,9 +17,9 @@ import optax
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr import plots
 from fedjax_mr.engine import program
 from fedjax_mr.engine.clients import ClientAxis, client_axis
+from fedjax_mr.experiment import experiment
 from fedjax_mr.experiment import run as running
 
 TINY = dict(
@@ -249,7 +249,7 @@ class Doubling:
 def test_pictures_come_at_the_end_or_not_at_all(monkeypatch):
     drawn = []
     for name in ("partition", "curves", "personal"):
-        monkeypatch.setattr(plots, name, lambda *_, name=name, **__: drawn.append(name))
+        monkeypatch.setattr(experiment.plots, name, lambda *_, name=name, **__: drawn.append(name))
     fmr.run(fmr.Config(**TINY), on_row=lambda row: drawn.append(row["round"]))
     assert drawn == [2, "partition", "curves"]
     del drawn[:]

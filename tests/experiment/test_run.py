@@ -22,7 +22,6 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr import main as command
-from fedjax_mr import plots
 from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.sources import digits
 from fedjax_mr.errors import Interrupted, UserError
@@ -63,10 +62,7 @@ COLUMNS = ["round", "accuracy", "loss", "train_loss", "similarity", "bytes_down"
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path, monkeypatch):
-    """Nor are pictures drawn again: those of the uninterrupted run are looked at."""
     monkeypatch.chdir(tmp_path)
-    for name in ("partition", "curves", "personal"):
-        monkeypatch.setattr(plots, name, lambda *_, **__: None)
 
 
 def numbers(folder):
@@ -76,9 +72,10 @@ def numbers(folder):
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory):
+def straight(tmp_path_factory, pictures):
     """An uninterrupted run, which others are compared with."""
-    return fmr.run(fmr.Config(**SMALL, run_dir=str(tmp_path_factory.mktemp("straight"))))
+    with pictures():
+        return fmr.run(fmr.Config(**SMALL, run_dir=str(tmp_path_factory.mktemp("straight"))))
 
 
 def test_the_run_folder_holds_everything(straight):
@@ -174,7 +171,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(straight, monkeypatch, equal):
         return ordinary(self, progress, 1)
 
     monkeypatch.setattr(RunLoop, "_advance", interrupt)
-    monkeypatch.setattr(plots, "curves", curves)
+    monkeypatch.setattr(experiment.plots, "curves", curves)
     monkeypatch.setattr(Experiment, "next_event", lambda self, done: done + 1)
     said = r"stopped after round 4 of 6, saved; .*--run_dir=a --resume"
     with pytest.raises(Interrupted, match=said) as stop, contextlib.suppress(Exception):  # as a loop over seeds does

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr import plots
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import COLUMNS, run_state
 from fedjax_mr.strategies import fedprox
@@ -15,13 +14,6 @@ CONFIG = fmr.Config(
     strategy="fedmr", model="logistic", clients=6, cohort=3, rounds=4, eval_every=2, local_epochs=1, devices=1,
     progress=False,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _without_pictures(monkeypatch):
-    """They have tests of their own, and drawing takes a third of a run this small."""
-    for name in ("partition", "curves"):
-        monkeypatch.setattr(plots, name, lambda *_, **__: None)
 
 
 def test_folders_are_those_of_single_runs(tmp_path):

@@ -44,8 +44,8 @@ SIZES = [
     ("resnet20", CIFAR, 10, 219_482 - 512),  # without the BatchNorm that nothing uses
     ("resnet20_he", CIFAR, 10, 269_722),
     ("vgg11_fedma", CIFAR, 10, 9_750_922),
-    pytest.param(*("vgg13_fedma", CIFAR, 10, 9_935_434), marks=pytest.mark.slow),
-    pytest.param(*("vgg16_fedma", CIFAR, 10, 15_245_130), marks=pytest.mark.slow),
+    ("vgg13_fedma", CIFAR, 10, 9_935_434),
+    ("vgg16_fedma", CIFAR, 10, 15_245_130),
     ("vgg19_fedma", CIFAR, 10, 20_554_826),
     ("cnn1", GREY, 62, 700_670),
     ("cnn2", GREY, 62, 1_206_590),
@@ -101,6 +101,20 @@ def test_the_authors_state(name, shape, classes, parameters, leaves, size):
 @pytest.mark.parametrize(("name", "shape", "classes", "parameters"), SIZES)
 def test_number_of_parameters(name, shape, classes, parameters):
     assert make(name, shape, classes).num_parameters() == parameters
+
+
+@pytest.mark.parametrize(("name", "features"), [("resnet20", 256), ("vgg16", 4096)])
+def test_only_the_head_grows_with_the_classes_by_a_weight_per_feature_and_a_bias(name, features):
+    """Sizes for 20 and 100 classes, without a trace of the whole network."""
+    bodies = []
+    for classes in (20, 100):
+        module = make(name, CIFAR, classes).module
+        z = jax.ShapeDtypeStruct((1, features), np.float32)
+        shapes = jax.eval_shape(lambda key, z, module=module: module.init(key, z, method="head"), jax.random.key(0), z)
+        assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == (features + 1) * classes
+        bound = module.bind({})
+        bodies.append([getattr(bound, block).clone(parent=None) for block in bound.block_names[:-1]])
+    assert bodies[0] == bodies[1]
 
 
 def test_mcmahan_s_network_without_padding():

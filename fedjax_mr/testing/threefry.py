@@ -1,0 +1,116 @@
+"""Threefry-2x32 in Python: compiled programs call it, so they need not contain it. The bits are those of JAX.
+
+JAX writes the hash out at every place where a program folds, splits or draws, which is a fourth of the time to compile
+a round of a small network. `tests/test_threefry.py` compares both.
+"""
+
+import ctypes
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import threefry2x32_p
+from jax.interpreters import mlir
+
+NAME = "fedjax_mr_threefry2x32"
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+MASK = 0xFFFFFFFF
+
+
+def threefry(key, counter):
+    """The hash of a counter of two words by a key of two words (Salmon et al. 2011), in 20 rounds.
+
+    Words have 32 bits; they are integers, or arrays of 64 bits.
+    """
+    schedule = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
+    one, other = counter[0] + schedule[0] & MASK, counter[1] + schedule[1] & MASK
+    for group in range(5):
+        for rotation in ROTATIONS[group % 2]:
+            one = one + other & MASK
+            other = (other << rotation & MASK | other >> 32 - rotation) ^ one
+        one = one + schedule[(group + 1) % 3] & MASK
+        other = other + schedule[(group + 2) % 3] + group + 1 & MASK
+    return one, other
+
+
+# --- the interface of XLA for functions outside of a program: structures of jaxlib/include/xla/ffi/api/c_api.h
+
+
+def structure(*fields):
+    """A structure of C that begins with its size and a pointer to an extension, of (name, type)."""
+    head = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
+    return type("Structure", (ctypes.Structure,), {"_fields_": head + list(fields)})
+
+
+Buffer = structure(
+    ("dtype", ctypes.c_int),
+    ("data", ctypes.c_void_p),
+    ("rank", ctypes.c_int64),
+    ("dims", ctypes.POINTER(ctypes.c_int64)),
+)
+Buffers = structure(
+    ("size", ctypes.c_int64), ("types", ctypes.c_void_p), ("each", ctypes.POINTER(ctypes.POINTER(Buffer)))
+)
+Version = structure(("major", ctypes.c_int), ("minor", ctypes.c_int))
+Api = structure(("version", Version))
+CallFrame = structure(
+    ("api", ctypes.POINTER(Api)),
+    ("context", ctypes.c_void_p),
+    ("stage", ctypes.c_int),
+    ("args", Buffers),
+    ("rets", Buffers),
+)
+
+
+class Metadata(ctypes.Structure):
+    """What XLA asks once, when the function is registered."""
+
+    _fields_ = (("struct_size", ctypes.c_size_t), ("version", Version))
+
+
+class MetadataExtension(ctypes.Structure):
+    """How it asks."""
+
+    _fields_ = (
+        ("struct_size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.c_void_p),
+        ("metadata", ctypes.POINTER(Metadata)),
+    )  # fmt: skip
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(CallFrame))
+def called(frame):
+    """The function that programs call: four arrays of words of one shape -> two."""
+    frame = frame.contents
+    if frame.extension:
+        version = ctypes.cast(frame.extension, ctypes.POINTER(MetadataExtension)).contents.metadata.contents.version
+        ours = frame.api.contents.version
+        version.major, version.minor = ours.major, ours.minor
+        return None
+    arguments, results = frame.args.each[:4], frame.rets.each[:2]
+    first = arguments[0].contents
+    size = math.prod(first.dims[: first.rank])
+    arrays = [(ctypes.c_uint32 * size).from_address(each.contents.data) for each in arguments + results]
+    if size == 1:
+        words = [array[0] for array in arrays[:4]]
+        arrays[4][0], arrays[5][0] = threefry(words[:2], words[2:])
+        return None
+    arrays = [np.frombuffer(array, np.uint32) for array in arrays]
+    words = [array.astype(np.uint64) for array in arrays[:4]]
+    arrays[4][:], arrays[5][:] = threefry(words[:2], words[2:])
+    return None
+
+
+def call(*words):
+    """The hash as a call out of a program, for words [...] of key and counter."""
+    shape = jnp.broadcast_shapes(*(word.shape for word in words))
+    result = jax.ShapeDtypeStruct(shape, jnp.uint32)
+    if 0 in shape:
+        return (jnp.zeros(shape, jnp.uint32),) * 2
+    return jax.ffi.ffi_call(NAME, (result, result))(*(jnp.broadcast_to(word, shape) for word in words))
+
+
+def leave_threefry_out_of_programs():
+    """Replace the hash in all programs that this process lowers for CPUs from now on."""
+    jax.ffi.register_ffi_target(NAME, jax.ffi.pycapsule(ctypes.cast(called, ctypes.c_void_p).value), platform="cpu")
+    mlir.register_lowering(threefry2x32_p, mlir.lower_fun(call, multiple_results=True), platform="cpu")
