@@ -54,20 +54,20 @@ def height_of(layers: int) -> float:
     return layers * (CELL + GAP) - GAP
 
 
-def svg(height: float, label: str, *parts: str, caption: str = "") -> str:
-    """Return a drawing as one line of HTML."""
+def svg(height: float, label: str, *parts: str, caption: str = "", kind: str = "drawing") -> str:
+    """Return a drawing as one line of HTML; ``kind``: its classes in `docs/assets/site.css`."""
     head = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(label)}">'
     below = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
-    return f'<figure class="drawing"><div>{head}{"".join(parts)}</svg></div>{below}</figure>'
+    return f'<figure class="{kind}"><div>{head}{"".join(parts)}</svg></div>{below}</figure>'
 
 
-def figure(height: float, caption: str, *parts: str) -> str:
+def figure(height: float, caption: str, *parts: str, kind: str = "drawing") -> str:
     """Return a drawing that may have arrows, with its caption, as one line of HTML."""
     head = (
         '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
         'orient="auto-start-reverse"><path d="M0 0 10 5 0 10z" class="head"/></marker></defs>'
     )
-    return svg(height, caption, head, *parts, caption=caption)
+    return svg(height, caption, head, *parts, caption=caption, kind=kind)
 
 
 # --- Concepts --------------------------------------------------------------------------------------------------------
@@ -212,6 +212,7 @@ def fedmr() -> str:
         "FedMR with K = 3 models of four layers. Each row keeps its three layers, so the mean of the models does not "
         "change.",
         *parts,
+        kind="drawing fits",
     )
 
 

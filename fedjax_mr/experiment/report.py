@@ -22,9 +22,9 @@ def last_evaluations(count: int) -> str:
 def summarise(rows: Sequence[MetricsRow], target: float | None = None) -> dict[str, Any]:
     """The summary of the evaluations; None marks a missing value.
 
-    The values are those of the first metric (`rows.metric_of`), such as ``accuracy_last``; other metrics have
-    their last value, such as ``auroc_last``. With fewer than ten evaluations, ``accuracy_mean_last_10`` is the mean of
-    all; ``evaluations`` is their number.
+    The values are those of the first metric (`rows.metric_of`), such as ``accuracy_last``; other metrics have their
+    last value, such as ``auroc_last``. With fewer than ten evaluations, ``accuracy_mean_last_10`` is the mean of all;
+    ``evaluations`` is their number.
 
     Args:
       rows: the evaluations, ascending.
