@@ -95,7 +95,7 @@ def called(frame):
         words = [array[0] for array in arrays[:4]]
         arrays[4][0], arrays[5][0] = threefry(words[:2], words[2:])
         return None
-    arrays = [np.frombuffer(array, np.uint32) for array in arrays]
+    arrays = [np.ctypeslib.as_array(array) for array in arrays]
     words = [array.astype(np.uint64) for array in arrays[:4]]
     arrays[4][:], arrays[5][:] = threefry(words[:2], words[2:])
     return None
