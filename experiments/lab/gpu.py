@@ -42,6 +42,7 @@ PARTS = {  # the most important first: the last ones are lost if time runs out
     "together": Part(90, "together", "1, 4 and 16 trials in one program"),
     "lanes": Part(90, "lanes", "LeNet-5 with 1, 2, 5 and 10 lanes"),
     "kernels": Part(90, "kernels", "the longest kernels of a local step of three networks"),
+    "language": Part(120, "language", "tokens/s of LoRA over one SmolLM2 for 1, 8 and 32 clients, beside peft"),
     "resnet20": Part(120, "resnet20", "as lenet5, for ResNet-20"),
     "vgg16": Part(120, "vgg16", "as lenet5, for VGG-16"),
     "graphs": Part(30, "graphs", f"{GRAPHS}: XLA's default"),

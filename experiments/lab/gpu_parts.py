@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gzip
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import math
@@ -444,7 +445,19 @@ def graphs(emit: Emit, sizes: Sizes) -> None:
     emit(xla_flags=flags, images_per_second=engine.speed(), compile_seconds=engine.compile_seconds)
 
 
+def language(emit: Emit, sizes: Sizes) -> None:
+    """Tokens per second of K clients' LoRA over one frozen SmolLM2 of random weights, beside a loop with peft."""
+    import language as lab
+
+    available = all(importlib.util.find_spec(name) for name in ("torch", "peft", "transformers"))
+    flags = ["speed" if available else "memory", f"--network={'llama_tiny' if sizes.dry else 'smollm2_135m'}"]
+    for clients in (1, 8) if sizes.dry else (1, 8, 32):
+        for row in lab.measure(lab.options_of([*flags, f"--clients={clients}", f"--repeats={sizes.repeats}"])):
+            emit(**row)
+
+
 PARTS: dict[str, Callable[[Emit, Sizes], None]] = {
+    "language": language,
     "facts": facts,
     "correctness": correctness,
     **{name: functools.partial(speed, name) for name in ("lenet5", "cnn_mcmahan", "resnet20", "vgg16")},
