@@ -13,14 +13,14 @@ set -euo pipefail
 folder="${1:-runs/smollm2}"
 cd "$(dirname "$0")/.."
 mkdir -p "$folder"
-"${PYTHON:-python}" - "$DATA/shakespeare_roles.json.gz" "$folder/roles.jsonl" <<'PYTHON'
-import gzip, json, sys
+PYTHONPATH="experiments/plugins${PYTHONPATH:+:$PYTHONPATH}" "${PYTHON:-python}" - "$DATA" "$folder/roles.jsonl" <<'PYTHON'
+import json, sys
 
-ROLES, FEWEST, MOST, HELD_OUT = 30, 8_000, 16_000, 1_300  # characters; roles as in plugins/letters_of_roles.py
-content = json.loads(gzip.open(sys.argv[1]).read())
-roles = [pair for pair in zip(content["users"], content["text"], strict=True) if FEWEST <= len(pair[1]) <= MOST][:ROLES]
+from letters_of_roles import roles_in
+
+HELD_OUT = 1_300  # characters
 with open(sys.argv[2], "w") as file:
-    for role, text in roles:
+    for role, text in roles_in(sys.argv[1]):
         end = int(0.8 * len(text))
         for split, part in ("train", text[:end]), ("test", text[end : end + HELD_OUT]):
             file.write(json.dumps({"text": part, "client": role, "split": split}) + "\n")

@@ -17,16 +17,20 @@ ROLES, LENGTH = 30, 80  # roles; characters of a sample
 FEWEST, MOST = 8_000, 16_000  # characters of a role
 
 
-def load(request):
-    """The lines as tokens of one byte, x and y [M, 80]. Natural clients are the roles."""
-    path = Path(request.data_dir or ".") / "shakespeare_roles.json.gz"
+def roles_in(folder):
+    """The name and the lines of each role."""
+    path = Path(folder) / "shakespeare_roles.json.gz"
     if not path.is_file():
         raise fmr.UserError(f"{path} is missing: data_dir= is the folder that holds it")
     content = json.loads(gzip.decompress(path.read_bytes()))
-    roles = [(name, text) for name, text in zip(content["users"], content["text"], strict=True)
-             if FEWEST <= len(text) <= MOST][:ROLES]  # fmt: skip
+    pairs = zip(content["users"], content["text"], strict=True)
+    return [(name, text) for name, text in pairs if FEWEST <= len(text) <= MOST][:ROLES]
+
+
+def load(request):
+    """The lines as tokens of one byte, x and y [M, 80]. Natural clients are the roles."""
     parts = {"train": ([], []), "test": ([], [])}
-    for name, text in roles:
+    for name, text in roles_in(request.data_dir or "."):
         pieces = [text[first : first + LENGTH] for first in range(0, len(text) - LENGTH, LENGTH)]
         for number, piece in enumerate(pieces):
             texts, clients = parts["train" if number < 0.8 * len(pieces) else "test"]

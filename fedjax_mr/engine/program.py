@@ -127,7 +127,8 @@ def compiler_options() -> dict[str, Any]:
       `cnn_digits`, LeNet-5 and McMahan's CNN trained as fast, with the same bits; others were not compared.
     - On x86, YNNPACK computes products and sums, as by default, but Eigen the convolutions. Steps of LeNet-5, ResNet-20
       and two other networks took 0.78 to 0.94 of the time, with the blocks of `models.windows` (a CPU with AVX2).
-      A program in which it would add up a product is compiled without its sums (see `adds_up_products`).
+      A program in which it would compute a product and its sum in one step is compiled without its sums, see
+      `adds_up_products`.
     """
     if platforms.current() != "cpu":
         return {}
@@ -154,7 +155,7 @@ def adds_up_products(text: str) -> bool:
     """Whether YNNPACK computes a product and its sum in one step of a compiled program.
 
     In jaxlib 0.10.2 such a step is wrong without a warning if a factor is constant along the columns. Neither FedAvg,
-    FedCross nor SCAFFOLD with an LSTM or a CNN has one; programs with one lose the speed of the other sums.
+    FedCross nor SCAFFOLD with `lstm1` or `cnn_mcmahan` has one; programs with one lose the speed of the other sums.
     """
     steps = set(re.findall(r"calls=(%[\w.\-]+)[^\n]*__ynn_fusion", text))
     bodies = re.findall(r"^(%[\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL) if steps else []
