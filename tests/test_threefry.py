@@ -19,7 +19,7 @@ from fedjax_mr.testing import threefry
 def test_it_has_the_published_values(key, counter, expected):
     """Known answers of Random123, the implementation of its authors."""
     assert threefry.threefry(key, counter) == expected
-    rows = [np.full(3, word, np.uint64) for word in (*key, *counter)]
+    rows = [np.full(3, word, np.uint32) for word in (*key, *counter)]
     for found, word in zip(threefry.threefry(rows[:2], rows[2:]), expected, strict=True):
         assert found.tolist() == [word] * 3
 
@@ -28,7 +28,8 @@ def draws(seed):
     """Folds of one key and of several, and numbers of several shapes."""
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 7), 3)
     several = jax.vmap(lambda key, n: jax.random.bits(jax.random.fold_in(key, n), (5,)))(keys, jnp.arange(3))
-    return jax.random.bits(keys[0]), several, jax.random.normal(keys[1], (2, 3)), jax.random.bits(keys[2], (0,))
+    many, none = (jax.random.bits(keys[2], (count,)) for count in (40_000, 0))
+    return jax.random.bits(keys[0]), several, jax.random.normal(keys[1], (2, 3)), many, none
 
 
 def test_a_program_calls_it_and_draws_what_jax_draws():

@@ -597,6 +597,7 @@ def facts_of_numbers() -> dict[str, dict[str, str]]:
     return {"jax": settings_of_numbers(), "packages": versions() | {"XLA_FLAGS": compiler_flags()}}
 
 
+@functools.cache  # reading them takes milliseconds, and a process does not change them
 def versions() -> dict[str, str]:
     """The versions of Python and of all packages that can change results."""
     packages = ("fedjax_mr", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

@@ -16,22 +16,26 @@ from jax.interpreters import mlir
 NAME = "fedjax_mr_threefry2x32"
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 MASK = 0xFFFFFFFF
+FEW = 8  # words that Python hashes sooner one by one than NumPy does all at once
+MANY = 2**14  # words at a time, so that what NumPy computes in between stays in the cache
 
 
 def threefry(key, counter):
     """The hash of a counter of two words by a key of two words (Salmon et al. 2011), in 20 rounds.
 
-    Words have 32 bits; they are integers, or arrays of 64 bits.
+    Words have 32 bits; they are integers, or arrays of ``uint32`` of NumPy or JAX.
     """
+    mask = MASK if isinstance(key[0], int) else np.uint32(MASK)
     schedule = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
-    one, other = counter[0] + schedule[0] & MASK, counter[1] + schedule[1] & MASK
+    one, other = counter[0] + schedule[0], counter[1] + schedule[1] & mask
     for group in range(5):
         for rotation in ROTATIONS[group % 2]:
-            one = one + other & MASK
-            other = (other << rotation & MASK | other >> 32 - rotation) ^ one
-        one = one + schedule[(group + 1) % 3] & MASK
-        other = other + schedule[(group + 2) % 3] + group + 1 & MASK
-    return one, other
+            one = one + other  # an integer keeps its carry until the end
+            other = (other << rotation | other >> 32 - rotation) ^ one
+            other = other & mask
+        one = one + schedule[(group + 1) % 3]
+        other = other + schedule[(group + 2) % 3] + (group + 1) & mask
+    return one & mask, other
 
 
 # --- the interface of XLA for functions outside of a program: structures of jaxlib/include/xla/ffi/api/c_api.h
@@ -91,13 +95,14 @@ def called(frame):
     first = arguments[0].contents
     size = math.prod(first.dims[: first.rank])
     arrays = [(ctypes.c_uint32 * size).from_address(each.contents.data) for each in arguments + results]
-    if size == 1:
-        words = [array[0] for array in arrays[:4]]
-        arrays[4][0], arrays[5][0] = threefry(words[:2], words[2:])
+    if size <= FEW:
+        for place, words in enumerate(zip(*arrays[:4], strict=True)):
+            arrays[4][place], arrays[5][place] = threefry(words[:2], words[2:])
         return None
     arrays = [np.ctypeslib.as_array(array) for array in arrays]
-    words = [array.astype(np.uint64) for array in arrays[:4]]
-    arrays[4][:], arrays[5][:] = threefry(words[:2], words[2:])
+    for first in range(0, size, MANY):
+        words = [array[first : first + MANY] for array in arrays]
+        words[4][:], words[5][:] = threefry(words[:2], words[2:4])
     return None
 
 
@@ -113,4 +118,6 @@ def call(*words):
 def leave_threefry_out_of_programs():
     """Replace the hash in all programs that this process lowers for CPUs from now on."""
     jax.ffi.register_ffi_target(NAME, jax.ffi.pycapsule(ctypes.cast(called, ctypes.c_void_p).value), platform="cpu")
-    mlir.register_lowering(threefry2x32_p, mlir.lower_fun(call, multiple_results=True), platform="cpu")
+    mlir.register_lowering(
+        threefry2x32_p, mlir.lower_fun(lambda *words: call(*words), multiple_results=True), platform="cpu"
+    )

@@ -133,10 +133,11 @@ def test_more_versions_keep_the_earlier_ones():
 
 def test_waves_hold_several_jobs():
     """With one arrival per version, a wave of exponential durations holds about sqrt(pi M / 2) jobs (birthdays)."""
-    durations = np.random.default_rng(0).exponential(1.0, 10_000)
+    random = np.random.default_rng(0)
+    durations = random.exponential(1.0, 10_000)
     found = simulate(
         2000, num_clients=400, in_flight=100, cohort=1, refill="arrival",
-        choose=choice.uniformly(lambda number: jax.random.fold_in(jax.random.key(7), number)),
+        choose=lambda number, busy, count, history: random.permutation(np.flatnonzero(~busy))[:count],
         duration=lambda job, client: durations[job],
     )  # fmt: skip
     widths = (found.schedule.train_clients < 400).sum(axis=1)

@@ -120,7 +120,7 @@ def mine(tmp_path, monkeypatch):
             registry.clear()
             registry.update(before[registry.kind])
         imports._IMPORTED.clear()
-        for name in [name for name, module in sys.modules.items() if _file(module) == tmp_path / "mine.py"]:
+        for name in [name for name, module in sys.modules.items() if _file(module) == str(tmp_path / "mine.py")]:
             del sys.modules[name]
 
     yield Mine("--import=mine.py", forget)
@@ -137,7 +137,7 @@ class Mine(str):
 
 
 def _file(module):
-    return Path(getattr(module, "__file__", None) or "/")
+    return getattr(module, "__file__", None)
 
 
 def change(*flags):
