@@ -25,7 +25,7 @@ from fedjax_mr.strategies.interface import Info, Memory, Problem, State, Strateg
 from fedjax_mr.tasks import Task
 
 SPREADS = ("weighted", "std", "worst10")  # columns about the spread of the first metric over the clients
-CLIENT_BATCH = 64  # test samples per step of one client; most clients have few
+MOST_TOGETHER = 64  # test samples per step of one client
 
 
 class Clients(NamedTuple):
@@ -107,11 +107,13 @@ class PersonalPrograms:
     Attributes:
       axis: the layout.
       epochs: epochs of fine-tuning before a test.
+      together: test samples of a client per step, see `samples_together`.
       code: equal for equal code of strategies and networks, see `Simulator.code`.
     """
 
     axis: ClientAxis
     epochs: int
+    together: int
     code: Hashable
 
     def personal(self, shared: _Shared, rows: _ClientToTest) -> tuple[Score, Score, jax.Array]:
@@ -124,7 +126,9 @@ class PersonalPrograms:
         data, test = constants.client(row.client_id), shared.test.client(row.client_id)
         part = part_of(strategy, shared.server, row.client_id)
         key = personal_key(constants.key, shared.round, row.client_id)
-        return test_client(strategy, constants.problem, part, row.memory, data, test, key, epochs=self.epochs)
+        return test_client(
+            strategy, constants.problem, part, row.memory, data, test, key, epochs=self.epochs, together=self.together
+        )
 
 
 class TestsOfClients(Protocol):
@@ -174,6 +178,7 @@ class PersonalEvaluation:
             if not len(self._split.index):
                 name = federated.dataset.name
                 raise UserError(f"the clients of {name} have no test samples: set client_test_share= above 0")
+        self._together = samples_together(self._split, federated.validation)
         known = self._constants.federation.samples if test is None or federated.own_test else test
         self._test = place(Federation(known, *self._split), rounds.axis.replicated)
 
@@ -204,7 +209,8 @@ class PersonalEvaluation:
         server, round = place((progress.server, progress.round), axis.replicated)
         shared = _Shared(self._constants, server, self._test, round)
         if epochs not in self.programs:
-            self.programs[epochs] = Programs(PersonalPrograms(axis, epochs, self.rounds.trial.code))
+            owner = PersonalPrograms(axis, epochs, self._together, self.rounds.trial.code)
+            self.programs[epochs] = Programs(owner)
         parts = []
         for ids in order.reshape(-1, size):
             rows = place(_ClientToTest(rows_of(progress.memory, ids), ids.astype(np.int32)), axis.sharded)
@@ -221,6 +227,15 @@ def clients_of(task: Task, test: Score, validation: Score, architecture: np.ndar
     with np.errstate(invalid="ignore"):
         loss, kept_loss = (np.asarray(score.loss) / np.asarray(score.count) for score in (test, validation))
     return Clients(task, metrics, loss, np.asarray(test.count), kept, kept_loss, architecture)
+
+
+def samples_together(*splits: Split | None) -> int:
+    """Samples per step, so that the client with the most of them needs few steps and the others compute little padding.
+
+    A power of two: federations whose largest clients differ little share a program.
+    """
+    largest = max(int(split.sizes.max(initial=1)) for split in splits if split is not None)
+    return min(MOST_TOGETHER, 1 << (largest - 1).bit_length())
 
 
 def personal_key(key: jax.Array, round: jax.Array | int, client_id: jax.Array | int) -> jax.Array:
@@ -258,6 +273,7 @@ def test_client(
     key: jax.Array,
     *,
     epochs: int = 0,
+    together: int = MOST_TOGETHER,
 ) -> tuple[Score, Score, jax.Array]:
     """The scores of a client on its test and validation samples, and the number of its network.
 
@@ -270,12 +286,13 @@ def test_client(
       test: the client's test samples.
       key: a `personal_key`; consumed.
       epochs: epochs of fine-tuning on ``data`` before the test.
+      together: largest number of samples per step.
     """
     model, variables = problem.model, personal_variables(strategy, part, memory, data, key)
     if epochs:
         setting = problem.local.in_epochs(epochs)
         variables, _ = local.train(model, setting, variables, data, jax.random.split(key)[1])
     held = data._replace(offset=data.offset + data.size, size=data.validation_size)
-    size = min(CLIENT_BATCH, local.evaluation_batch(model))
+    size = min(together, local.evaluation_batch(model))
     tested = local.score(model, variables, test, batch_size=size)
     return tested, local.score(model, variables, held, batch_size=size), model.architecture(variables)

@@ -80,6 +80,18 @@ def test_it_equals_a_loop_over_the_clients(engine, strategy, devices):
     assert {program.traces for programs in clients.programs.values() for program in programs.values()} == {1}
 
 
+def test_clients_with_few_samples_are_not_padded_to_a_large_batch(engine):
+    engine = engine("fedavg", "perceptron", cohort=6)
+    data, test = federated(engine.constants)
+    clients = personal.PersonalEvaluation(engine, data, test)
+    clients.test(engine.init())
+    [(_, rows)] = {(name, owner._owner.together) for owner in clients.programs.values() for name in owner}
+    assert rows == 8  # of the client with 5
+    sizes = lambda *sizes: Split.of([np.arange(size) for size in sizes])
+    assert personal.samples_together(sizes(3, 4), None) == 4 and personal.samples_together(sizes(0), sizes(1)) == 1
+    assert personal.samples_together(sizes(3), sizes(9)) == 16 and personal.samples_together(sizes(5000)) == 64
+
+
 def test_the_columns_count_clients_or_samples():
     nan = np.nan
     clients = personal.Clients(
