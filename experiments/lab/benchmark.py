@@ -70,12 +70,12 @@ from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.strategies import fedme
 
 CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
-HEAVY = ("cnn_mcmahan", "resnet20", "lstm1", "vit_tiny_patch8", "vgg16")  # one local epoch on CPU
+HEAVY = ("cnn_mcmahan", "resnet20", "lstm1", "vit_tiny_patch8", "transformer_tiny", "vgg16")  # one local epoch on CPU
 ON_GPU_ONLY = ("vgg16",)
 FILTERED = ("cnn_mcmahan", "cnn_femnist", "resnet20", "vgg16")  # some of whose layers `--convolution=auto` filters
 QUICK_SECONDS = 12  # one turn of ResNet-20 takes ten on two cores
 PAUSE_SECONDS = 0.5
-COMPARED = ("lenet5", "cnn_mcmahan", "cnn_femnist", "resnet20", "lstm1", "vit_tiny_patch8", "vgg16")
+COMPARED = ("lenet5", "cnn_mcmahan", "cnn_femnist", "resnet20", "lstm1", "vit_tiny_patch8", "transformer_tiny", "vgg16")
 
 Rows = list[dict[str, Any]]
 

@@ -1,6 +1,6 @@
 """The papers' networks in PyTorch: opponents of ``benchmark.py`` and twins of ours in ``tests/models/test_parity.py``.
 
-Without dropout, whose random numbers differ between the libraries, except in `ViT`, whose speed it affects.
+Without dropout, whose random numbers differ between the libraries, except in Transformers, whose speed it affects.
 
 Sources: see the networks of the same names in ``fedjax_mr/models``.
 """
@@ -144,11 +144,14 @@ class CharacterLSTM(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """A layer of `ViT`: normalisation first, PyTorch's own attention, exact GELU."""
+    """A layer of `ViT` and `CausalTransformer`: normalisation first, PyTorch's own attention, exact GELU."""
 
-    def __init__(self, width: int, hidden: int, heads: int, head_width: int, dropout: float) -> None:
+    def __init__(
+        self, width: int, hidden: int, heads: int, head_width: int, dropout: float, *, causal: bool = False
+    ) -> None:
         """Make the layers."""
         super().__init__()
+        self.causal = causal
         self.heads, inner = heads, heads * head_width
         self.attention_norm, self.perceptron_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value = (nn.Linear(width, inner) for _ in range(3))
@@ -161,7 +164,7 @@ class TransformerLayer(nn.Module):
         """The vectors [B, T, D] of the next layer."""
         y = self.attention_norm(x)
         heads = (each(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
-        mixed = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=self.causal).transpose(1, 2).flatten(2)
         x = x + self.drop(self.out(mixed))
         return x + self.perceptron(self.perceptron_norm(x))
 
@@ -191,8 +194,31 @@ class ViT(nn.Module):
         return self.fc(self.norm(self.layers(self.drop(x + self.position))[:, 0]))
 
 
+class CausalTransformer(nn.Module):
+    """``transformer_tiny`` for texts of 80 characters without padding, with its dropout."""
+
+    def __init__(
+        self, classes: int = 80, *, width: int = 128, depth: int = 2, heads: int = 8, hidden: int = 256,
+        positions: int = 128, dropout: float = 0.1,
+    ) -> None:  # fmt: skip
+        """Make the layers."""
+        super().__init__()
+        self.word, self.position = nn.Embedding(classes, width), nn.Parameter(0.02 * torch.randn(positions, width))
+        self.drop = nn.Dropout(dropout)
+        self.layers = nn.Sequential(
+            *(TransformerLayer(width, hidden, heads, width // heads, dropout, causal=True) for _ in range(depth))
+        )
+        self.norm, self.fc = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits of the next character."""
+        x = self.drop(self.word(x) + self.position[: x.shape[1]])
+        return self.fc(self.norm(self.layers(x)[:, -1]))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet20": ResNet20, "lstm1": CharacterLSTM, "vit_tiny": ViT, "vit_tiny_patch8": functools.partial(ViT, patch=8),
+    "transformer_tiny": CausalTransformer,
 }  # fmt: skip
 
 

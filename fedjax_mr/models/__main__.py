@@ -15,6 +15,7 @@ from fedjax_mr.models import MODELS, Model, as_in_source
 from fedjax_mr.models.base import describe
 from fedjax_mr.models.platforms import skip_absent_accelerators
 
+CONVOLUTIONS = frozenset({"_conv", "convolve"})  # functions of `windows` and `minimal_filtering`
 COLUMNS = ("model", "sample", "classes", "layers", "leaves", "parameters", "state bytes", "multiply-adds", "source")
 
 
@@ -58,9 +59,8 @@ def _multiply_adds(jaxpr: core.Jaxpr) -> int:
 
 def _is_our_convolution(equation: core.JaxprEqn) -> bool:
     """Whether the equation is a call of `windows.conv`, whose inner program depends on the platform."""
-    operands: list[Any] = [variable.aval for variable in equation.invars]
-    ranks = [operand.ndim for operand in operands]
-    return equation.primitive.name == "custom_vjp_call" and ranks == [4, 4]
+    names = (inner.debug_info.func_name for inner in _inner(equation.params))
+    return equation.primitive.name == "custom_vjp_call" and not CONVOLUTIONS.isdisjoint(names)
 
 
 def _inner(params: dict) -> Iterator[core.Jaxpr]:

@@ -64,7 +64,7 @@ class Lora:
             a, b, scale = (module.get_variable("params", name) for name in (A, B, SCALE))
             rows = x(a)
             if self.dropout and module.has_rng("dropout"):  # only training passes this stream
-                rows = dropped(rows, self.dropout, module.make_rng("dropout"))
+                rows = layers.dropped(rows, self.dropout, module.make_rng("dropout"))
             y = y + (scale * ((rows @ a) @ b)).reshape(y.shape)
         if module.has_variable(CHANGE, "kernel"):
             change = module.get_variable(CHANGE, "kernel")
@@ -161,11 +161,6 @@ def _pair(key: jax.Array, shape: tuple[int, int], rank: int, scale: float) -> di
         B: np.zeros((rank, outputs), np.float32),
         SCALE: np.asarray(scale, np.float32),
     }
-
-
-def dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-    """Set each number to zero with the probability ``rate``, and divide the others by 1 - rate; consumes ``key``."""
-    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), jnp.zeros_like(x))
 
 
 def _random(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -104,10 +104,95 @@ class Dense(nn.Module):
         """Compute the output [..., O] for vectors [..., I]."""
         kernel_init, bias_init = initializers(self.initialisation, x.shape[-1])
         kernel = self.param("kernel", kernel_init, (x.shape[-1], self.features), jnp.float32)
-        if not self.use_bias:
-            return x @ kernel
-        bias = self.param("bias", bias_init, (self.features,), jnp.float32)
-        return x @ kernel + bias.reshape(*(1 for _ in x.shape[:-1]), -1)
+        bias = self.param("bias", bias_init, (self.features,), jnp.float32) if self.use_bias else None
+        if x.ndim > 2 and platforms.current() == "cpu":
+            rows = product(x.reshape(-1, x.shape[-1]), kernel)
+            return (rows if bias is None else shifted(rows, bias)).reshape(*x.shape[:-1], -1)
+        y = x @ kernel
+        return y if bias is None else y + bias.reshape(*(1 for _ in x.shape[:-1]), -1)
+
+
+@jax.custom_vjp
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The products [..., R, O] of matrices [..., R, I] and [..., I, O] with equal leading axes, as ``a @ b``.
+
+    The gradient to ``b`` is written so that XLA for CPUs transposes no operand in memory. With JAX's own form, it
+    computes a transposed gradient anew from those of all later layers, one number at a time: a step of
+    `vit_tiny_patch8` then takes 1.6 times as long.
+    """
+    return a @ b
+
+
+def _product_backward(matrices: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    a, b = matrices
+    leading = tuple(range(a.ndim - 2))
+    along = lambda axis: (((axis,), (axis,)), (leading, leading))
+    of_a = lax.dot_general(gradient, b, along(a.ndim - 1))
+    if a.shape[-1] > b.shape[-1]:  # Eigen is faster with few rows and many columns
+        of_b = lax.dot_general(gradient, a, along(a.ndim - 2))
+        return of_a, lax.optimization_barrier(of_b).swapaxes(-1, -2)  # without it, XLA computes the other form
+    return of_a, lax.dot_general(a, gradient, along(a.ndim - 2))
+
+
+product.defvjp(lambda a, b: (a @ b, (a, b)), _product_backward)
+
+
+@jax.custom_vjp
+def shifted(rows: jax.Array, shift: jax.Array) -> jax.Array:
+    """The sums [R, O] of rows [R, O] and a shift [O].
+
+    The gradient to the shift is a product with ones, which takes a tenth of the time of XLA's sum over the rows on CPU.
+    """
+    return rows + shift[None]
+
+
+def _shifted_backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return gradient, (jnp.ones_like(gradient[:, :1]).T @ gradient)[0]
+
+
+shifted.defvjp(lambda rows, shift: (rows + shift[None], None), _shifted_backward)
+
+
+class Dropout(nn.Module):
+    """Sets each number to zero with the probability ``rate`` in training, and divides the others by 1 - rate."""
+
+    rate: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        """Compute an array of the same shape."""
+        return dropped(x, self.rate, self.make_rng("dropout")) if train and self.rate else x
+
+
+def dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+    """Set each number to zero with the probability ``rate``, and divide the others by 1 - rate; consumes ``key``."""
+    return jnp.where(are_kept(1 - rate, key, x.shape), x / (1 - rate), jnp.zeros_like(x))
+
+
+def are_kept(probability: float, key: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Independent draws, each True with a probability (to within 2^-32); consumes ``key``.
+
+    The draws are the first words of the blocks 0, 1, ... of Threefry, as elementwise operations that XLA fuses into one
+    loop with what follows. On a CPU, a mask of a million takes an eighth of the time of `jax.random.bernoulli`, whose
+    rounds pass through memory one after another.
+    """
+    number = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        number = number * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    draws, _ = threefry(jax.random.key_data(key)[:2], (number, jnp.zeros_like(number)))
+    return draws < jnp.uint32(min(round(probability * 2**32), 2**32 - 1))
+
+
+def threefry(key: jax.Array, block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011): two words for each block of two words, with a key [2]."""
+    keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
+    left, right = block[0] + keys[0], block[1] + keys[1]
+    for number in range(5):
+        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[number % 2]:
+            left = left + right
+            right = ((right << bits) | (right >> (32 - bits))) ^ left
+        left, right = left + keys[(number + 1) % 3], right + keys[(number + 2) % 3] + jnp.uint32(number + 1)
+    return left, right
 
 
 class BatchNorm(nn.Module):

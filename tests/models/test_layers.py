@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import threefry_2x32
 from numpy.testing import assert_allclose, assert_array_equal
 
 from fedjax_mr.errors import UserError
@@ -199,3 +200,69 @@ def test_batch_norm_for_accelerators_is_that_of_cpus(mask):
         all_of("gpu"),
         all_of("cpu"),
     )
+
+
+# ---- Products of sequences
+
+
+def test_the_gradients_of_products_are_those_of_jax():
+    rng = np.random.default_rng(0)
+    for shapes in (((7, 5), (5, 3)), ((7, 3), (3, 5)), ((2, 4, 7, 5), (2, 4, 5, 3)), ((2, 4, 7, 3), (2, 4, 3, 5))):
+        a, b = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+        own, plain = (
+            jax.jit(jax.value_and_grad(lambda a, b, f=function: jnp.sum(jnp.sin(f(a, b))), (0, 1)))(a, b)
+            for function in (layers.product, jnp.matmul)
+        )
+        jax.tree.map(functools.partial(assert_allclose, rtol=1e-5, atol=1e-6), own, plain)
+
+
+def test_second_derivatives_of_a_dense_layer_of_sequences():
+    layer, x = layers.Dense(3), np.random.default_rng(0).normal(size=(2, 4, 5)).astype(np.float32)
+    params = init(layer, x)["params"]
+    plain = lambda params: jnp.sum(jnp.tanh(x @ params["kernel"] + params["bias"].reshape(1, 1, -1)) ** 3)
+    ours = lambda params: jnp.sum(jnp.tanh(layer.apply({"params": params}, x)) ** 3)
+    own, expected = (
+        jax.jit(jax.grad(lambda p, f=f: sum(map(jnp.sum, jax.tree.leaves(jax.grad(f)(p))))))(params)
+        for f in (ours, plain)
+    )
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-5), own, expected)
+
+
+def test_the_gradient_of_a_kernel_is_not_computed_from_transposed_sequences():
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(3):
+                x = x + nn.tanh(layers.Dense(16)(nn.LayerNorm()(x)))
+            return x
+
+    x = np.zeros((3, 7, 16), np.float32)
+    params = init(Layers(), x)["params"]
+    loss = lambda params: jnp.sum(jnp.square(Layers().apply({"params": params}, x)))
+    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    assert "f32[21,16]" in text and "f32[16,21]" not in text  # 3 x 7 tokens
+
+
+# ---- Dropout
+
+
+def test_dropout_draws_the_blocks_of_threefry():
+    key, count = jax.random.key(3), np.arange(24, dtype=np.uint32)
+    words = layers.threefry(jax.random.key_data(key), (count, count + np.uint32(24)))
+    expected = threefry_2x32(jax.random.key_data(key), np.arange(48, dtype=np.uint32))
+    assert_array_equal(np.concatenate(words), expected)
+    first = layers.threefry(jax.random.key_data(key), (count, np.zeros_like(count)))[0]
+    assert_array_equal(layers.are_kept(0.75, key, (2, 3, 4)), (np.asarray(first) < 0.75 * 2**32).reshape(2, 3, 4))
+
+
+def test_dropout_keeps_the_mean_and_draws_independently():
+    x, keys = jnp.ones((100, 200)), jax.random.split(jax.random.key(0), 2)
+    first, second = (np.asarray(jax.jit(layers.dropped, static_argnums=1)(x, 0.1, key)) for key in keys)
+    assert_allclose(np.unique(first), [0, 1 / 0.9], rtol=1e-6)
+    assert_allclose(first.mean(), 1, atol=5 * (1 / 9 / x.size) ** 0.5)
+    assert_allclose(((first == 0) & (second == 0)).mean(), 0.01, atol=5 * (0.01 / x.size) ** 0.5)
+    assert_allclose(((first[1:] == 0) & (first[:-1] == 0)).mean(), 0.01, atol=5 * (0.01 / x.size) ** 0.5)
+    assert layers.are_kept(1.0, keys[0], (500,)).all()
+    drop = layers.Dropout(0.5)
+    apply = lambda train: drop.apply({}, x, train=train, rngs={"dropout": keys[0]})
+    assert apply(train=False) is x and (np.asarray(apply(train=True)) == 0).any()

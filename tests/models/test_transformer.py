@@ -175,7 +175,9 @@ def test_dense_layers_that_clients_share_are_one_product_for_all():
     model = Model(bert(), (6,), np.int32)
     variables, x = model.shapes(), jax.ShapeDtypeStruct((4, 2, 6), np.int32)  # four clients
     jaxpr = jax.make_jaxpr(jax.vmap(model.apply, in_axes=(None, 0)))(variables, x)
-    products = [each for each in jaxpr.jaxpr.eqns if each.primitive.name == "dot_general"]
+    inside = lambda jaxpr: (each for equation in jaxpr.eqns for each in (equation, *inner(equation)))
+    inner = lambda equation: inside(equation.params["call_jaxpr"].jaxpr) if "call_jaxpr" in equation.params else ()
+    products = [each for each in inside(jaxpr.jaxpr) if each.primitive.name == "dot_general"]
     of_kernels = [each for each in products if each.invars[1].aval.ndim == 2]
     assert len(of_kernels) == 6 + 1  # those of the layer, and the classifier
     assert all(each.params["dimension_numbers"][1] == ((), ()) for each in of_kernels)
