@@ -7,6 +7,9 @@ SmolLM2-135M in float32, LoRA of rank 8 on attention and perceptron, Adam, synth
 ``--steps`` batches per client. ``ours`` is a round of K clients in one program as users run it (FedAvg), ``peft`` a
 plain loop over the batches of the same clients, one after another, in transformers with peft, with the weights of the
 same file; without ``--weights``, both have random weights. The two take turns in one process, and medians are printed.
+``share`` is the share of the limit: four operations per multiply-add of the network (two forward and two backward,
+because the base has no gradient) over the rate of a large matrix product that takes turns with the two.
+
 ``memory`` runs ours alone. Its memory is the peak of the device, on CPUs that of the process. ``--network=llama_tiny``
 has no opponent.
 
@@ -26,9 +29,10 @@ import jax
 import numpy as np
 
 import fedjax_mr as fmr
-from benchmark import Contestant, take_turns
+from benchmark import Contestant, Product, take_turns
 from fedjax_mr import trees
 from fedjax_mr.engine.devices import set_up_jax
+from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.tasks import Language, with_metrics
 
 RANK, LR, VOCABULARY = 8, 1e-4, 49_152
@@ -118,13 +122,16 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         opponent.race()  # warms up
         opponent.times.clear()
         racers.append(opponent)
-    take_turns(racers, options.repeats)
+    product = Product(1)
+    take_turns([*racers, product], options.repeats)
+    operations = 4 * multiply_adds(ours.model) / options.length  # per token
     for racer in racers:
         rates = [samples * options.length / seconds for samples, seconds in racer.times]
         trained = trees.num_bytes(ours.model.init(jax.random.key(0))["params"]) // 4 if racer is ours else racer.trained
         yield {
             "clients": options.clients, "engine": "ours" if racer is ours else "peft", "trained": trained,
             "tokens_per_second": statistics.median(rates), "lowest": min(rates), "highest": max(rates),
+            "share": statistics.median(rates) * operations / product.rate(),
             "memory_gib": (ours.peak_memory_bytes or 0) / 1024**3 if racer is ours else None,
             "compile_seconds": ours.compile_seconds if racer is ours else None,
         }  # fmt: skip

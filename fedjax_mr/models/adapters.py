@@ -65,7 +65,7 @@ class Lora:
             rows = x(a)
             if self.dropout and module.has_rng("dropout"):  # only training passes this stream
                 rows = layers.dropped(rows, self.dropout, module.make_rng("dropout"))
-            y = y + (scale * ((rows @ a) @ b)).reshape(y.shape)
+            y = y + (scale * layers.product(layers.product(rows, a), b)).reshape(y.shape)
         if module.has_variable(CHANGE, "kernel"):
             change = module.get_variable(CHANGE, "kernel")
             # The change is no parameter, so it is float32 also where the layer computes in bfloat16.
@@ -199,11 +199,10 @@ def dense_kernels(model: Model) -> dict[Path, tuple[int, int]]:
 
 
 def _rows(module: Any, x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """The inputs of a dense layer as rows [..., in]."""
+    """The inputs of a dense layer as rows [R, in]."""
     axes = getattr(module, "axis", -1)
     axes = sorted(axis % x.ndim for axis in ((axes,) if isinstance(axes, int) else axes))  # as Flax has them
-    moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
-    return moved.reshape(*moved.shape[: moved.ndim - len(axes)], matrix.shape[0])
+    return jnp.moveaxis(x, axes, range(-len(axes), 0)).reshape(-1, matrix.shape[0])
 
 
 # --- algebra ---------------------------------------------------------------------------------------------------------

@@ -248,6 +248,12 @@ def test_smollm2_has_the_logits_of_transformers_which_also_reads_our_export(smol
         with torch.no_grad():
             expected = reference(torch.tensor(x, dtype=torch.long)).logits.numpy()
         assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+        # In float32, neither network has the logits of float64 to 1e-4.
+        with torch.no_grad(), jax.enable_x64(), jax.numpy_dtype_promotion("standard"):
+            expected = reference.double()(torch.tensor(x, dtype=torch.long)).logits.numpy()
+            start64 = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), start)
+            wide = np.asarray(jax.jit(model.apply)(start64, x))
+        assert wide.dtype == np.float64 and np.abs(wide - expected).max() < 1e-4
 
 
 @pytest.mark.slow
