@@ -15,6 +15,9 @@ BlazeFL. On two and more cores, each arrangement of processes and threads of a s
 two of the ten classes, with learning rate 0.1 and without momentum. The images are synthetic here, too. BlazeFL 3 needs
 Python 3.14 without its lock, so the newest version with worker processes takes part.
 
+``--course=memory`` trains two clients per round, first 19 rounds, then 180 more: ``memory_before`` and ``memory`` show
+whether the memory grows with the rounds. Two runs with equal last losses to all digits (``--json``) have the same bits.
+
 ``ours_async`` and ``flgo_async`` train with FedBuff: 20 clients train at the same simulated time, and the server
 updates its model with every 10 uploads. Such an update counts as a round, so all rows train 10 clients per round.
 
@@ -51,7 +54,10 @@ import numpy as np
 DRIVERS = Path(__file__).parent / "peers"
 CLIENTS, SAMPLES, TEST, EPOCHS, BATCH = 100, 500, 2_000, 5, 50
 PARAMETERS = 62_006
-FIGURES = ("seconds", "ratio", "cpu_seconds", "cpu_ratio", "memory", "loss_before", "loss_after", "accuracy_after")
+FIGURES = (
+    "seconds", "ratio", "cpu_seconds", "cpu_ratio", "memory_before", "memory", "loss_before", "loss_after",
+    "accuracy_after",
+)  # fmt: skip
 PATIENCE = 900  # seconds until a contestant that does not answer is given up
 TORCH = "torch==2.13.0"
 
@@ -64,9 +70,14 @@ class Course(NamedTuple):
     momentum: float
     classes: int  # of each client
     warm_up: int  # rounds before the first turn
+    more: int = 0  # rounds after those, which are not timed
 
 
-COURSES = {"peers": Course(10, 0.01, 0.5, 10, 2), "blazefl": Course(100, 0.1, 0.0, 2, 1)}
+COURSES = {
+    "peers": Course(10, 0.01, 0.5, 10, 2),
+    "blazefl": Course(100, 0.1, 0.0, 2, 1),
+    "memory": Course(2, 0.01, 0.0, 10, 19, 180),
+}
 OLDEST = {"blazefl": (3, 12)}  # Python of an environment
 ENVIRONMENTS = {  # what pip installs; nothing: the environment that runs this script
     "ours": (),
@@ -254,7 +265,8 @@ class Contestant:
     def __init__(self, name: str, arrangement: Arrangement, cores: int, course: Course) -> None:
         """Store the arguments. `start` starts the processes."""
         self.name, self.arrangement, self.cores, self.course = name, arrangement, cores, course
-        self.memory: float | None = None
+        self.memory_before: float | None = None  # after the rounds of warm-up
+        self.memory: float | None = None  # after the last round
         self.environment = CONTESTANTS[name][0]
         self.facts: dict[str, Any] = {}
         self.tests: list[dict[str, float]] = []  # before the first round and after the last
@@ -305,6 +317,14 @@ class Contestant:
             raise FailedError(f"its network has {self.facts['parameters']} parameters, not {PARAMETERS}")
         self.test()
         self.ask(self.course.warm_up)
+        self.memory_before = self.memory_now()
+        if self.course.more:
+            self.ask(self.course.more)
+
+    def memory_now(self) -> float:
+        """The memory of all its processes in MiB."""
+        assert self.process
+        return sum(proportional_memory(number) for number, _ in tree(self.process.pid))
 
     def answer(self) -> dict[str, Any]:
         """The next answer of the driver.
@@ -341,7 +361,7 @@ class Contestant:
         before = used()
         self.seconds.append(self.ask(1)["seconds"])
         self.cpu_seconds.append(used() - before)
-        self.memory = sum(proportional_memory(number) for number, _ in tree(pid))
+        self.memory = self.memory_now()
 
     def stop(self) -> None:
         """End its processes, also those that outlive their driver."""
@@ -377,7 +397,8 @@ class Contestant:
         if self.error is None:
             of_seconds = statistics.median(self.seconds), ratio("seconds")
             of_cpu = statistics.median(self.cpu_seconds), ratio("cpu_seconds")
-            values = (*of_seconds, *of_cpu, self.memory, before["loss"], after["loss"], after["accuracy"])
+            memory = self.memory_before, self.memory
+            values = (*of_seconds, *of_cpu, *memory, before["loss"], after["loss"], after["accuracy"])
             figures = dict(zip(FIGURES, values, strict=True))
         return row | figures | {"versions": self.facts.get("versions"), "error": self.error}
 
