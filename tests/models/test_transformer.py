@@ -18,6 +18,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from fedjax_mr import models, tasks
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, pretrained
+from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.models.transformer import (
     BERT,
     CausalTransformer,
@@ -181,6 +182,13 @@ def test_dense_layers_that_clients_share_are_one_product_for_all():
     of_kernels = [each for each in products if each.invars[1].aval.ndim == 2]
     assert len(of_kernels) == 6 + 1  # those of the layer, and the classifier
     assert all(each.params["dimension_numbers"][1] == ((), ()) for each in of_kernels)
+
+
+def test_its_multiply_adds_are_those_of_its_products():
+    model = models.build("vit_tiny_patch8", input_shape=(32, 32, 3), num_classes=10)
+    patches, tokens, width, heads, hidden = 16, 17, 128, 512, 256
+    layer = 4 * tokens * width * heads + 2 * tokens**2 * heads + 2 * tokens * width * hidden
+    assert multiply_adds(model) == patches * 192 * width + 6 * layer + width * 10
 
 
 def test_the_vocabulary_is_that_of_the_data():
