@@ -28,6 +28,7 @@ from fedjax_mr.testing.federations import (
     bytes_of_a_round,
     constants,
     drop_programs,
+    lower_in_few_contexts,
     make_engine,
     tree_close,
     tree_equal,
@@ -49,12 +50,15 @@ def use_memory_for_files(folder=Path("/dev/shm")):
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the environment of the process that starts them
     add_xla_flags(QUICK_TO_COMPILE | LONG_TIMEOUTS)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # there is a worker per core
     use_memory_for_files()
 set_up_jax(devices=2, cohort_size=2)
 leave_threefry_out_of_programs()
+lower_in_few_contexts()
 os.fsync = lambda descriptor: None  # no power fails here, and many small files would wait for the disk
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_enable_compilation_cache", False)  # 20 of 5,000 programs were found there
 jax.config.update("jax_traceback_in_locations_limit", 0)  # programs without lines of their source compile faster
 program.MAX_KEPT = 40  # more tests than usual run the same settings
 # Drawing takes a third of a run this small. Tests that look at pictures use the fixture `pictures`.
@@ -98,6 +102,7 @@ def pytest_testnodedown(node, error):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
+    gc.freeze()  # pytest collects garbage several times now
     if LOST_WORKERS:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -116,7 +121,7 @@ TESTS = itertools.count(1)
 
 def pytest_runtest_teardown(item):
     """Look now and then how many memory maps this worker has, and drop the programs of the tests before if need be."""
-    if next(TESTS) % 10 == 0:
+    if next(TESTS) % 20 == 0:
         drop_programs()
 
 

@@ -107,16 +107,8 @@ def test_kernels_inside_a_loop_count_as_often_as_it_runs():
     assert module.bytes(loop) >= 4 * 200
 
 
-@pytest.fixture
-def compiled_anew():
-    """Keep JAX's compilation cache out, whose programs may have the names of older sources."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-
-
 @pytest.mark.slow
-def test_the_local_step_is_found(engine, compiled_anew):
+def test_the_local_step_is_found(engine):
     rounds = engine("fedavg", "linear", epochs=3)
     rounds.run(rounds.init(), 1)
     module = Module(rounds.programs.compiled("rounds").as_text())

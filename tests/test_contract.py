@@ -2,8 +2,10 @@
 
 The quick suite has the contract of most strategies. The slow suite adds:
 
-* the layouts of most. Two devices with two lanes need three more programs of each strategy. The engine moves the rows
-  of all strategies by the same code, so a few strategies that have all members between them (`OF_EACH_KIND`) suffice;
+* the layouts, checkpoints and what servers read of most. Two devices with two lanes need three more programs of each
+  strategy. The engine does all this for all strategies by the same code, so a few strategies that have all members
+  between them (`OF_EACH_KIND`) suffice;
+* BatchNorm's variances of methods that never extrapolate;
 * strategies of a file that has several, except the first: they are variants of each other;
 * the groups of `BY_EXAMPLE`, except one strategy of each: FedAvg with another training of the clients, or with
   other weights of late uploads. The facts of each of them are quick (tests/strategies);
@@ -26,23 +28,26 @@ OF_EACH_KIND = (
 )
 BY_EXAMPLE = {"drift": "scaffold", "flatness": "fedsam", "asynchronous": "gitfl"}
 FIRST_OF_EACH_FILE = {row.build.__module__: name for name, row in reversed(STRATEGIES.items())}
-WITH_LAYOUTS = (
+BY_KIND = (
     test_contract.test_the_layout_changes_nothing,
     test_contract.test_traffic_equals_the_bytes_of_what_is_sent,
     test_contract.test_the_client_part_holds_no_collective,
+    test_contract.test_a_checkpoint_continues_bit_for_bit,
+    test_contract.test_a_server_that_reads_label_counts_says_so,
 )
 
 
-def in_quick_suite(name, row, *, layouts):
+def in_quick_suite(name, row, test):
     if row.adapters or BY_EXAMPLE.get(row.group, name) != name or FIRST_OF_EACH_FILE[row.build.__module__] != name:
         return False
-    return name in OF_EACH_KIND or not layouts
+    if test is test_contract.test_no_variance_of_batchnorm_becomes_negative:
+        return row.contract.extrapolating is not None
+    return name in OF_EACH_KIND or test not in BY_KIND
 
 
 def pytest_generate_tests(metafunc):
-    layouts = metafunc.function in WITH_LAYOUTS
     names = [
-        pytest.param(name, marks=[] if in_quick_suite(name, row, layouts=layouts) else pytest.mark.slow)
+        pytest.param(name, marks=[] if in_quick_suite(name, row, metafunc.function) else pytest.mark.slow)
         for name, row in STRATEGIES.items()
     ]
     # By the module, so that all tests of one strategy follow each other and share its compiled programs.

@@ -49,7 +49,7 @@ def recorded(out):
 
 
 def test_a_part_that_dies_or_takes_too_long_loses_only_itself(parts, monkeypatch, capsys):
-    monkeypatch.setitem(gpu.PARTS, "race", gpu.PARTS["race"]._replace(seconds=2))
+    monkeypatch.setitem(gpu.PARTS, "race", gpu.PARTS["race"]._replace(seconds=1.5))
     monkeypatch.setattr(gpu, "LEAST", 0)
     assert gpu.main([f"--out={parts}", "--only=facts,correctness,race,graphs"]) == 1
     found = recorded(parts)

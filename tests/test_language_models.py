@@ -45,13 +45,10 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow  # quick: test_a_trained_run_writes_texts_and_is_exported
 @pytest.mark.parametrize(
     "options",
-    [
-        *({"strategy": method} for method in METHODS[:1]),
-        *(pytest.param({"strategy": method}, marks=pytest.mark.slow) for method in METHODS[1:]),
-        *(pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in OTHERS.items()),
-    ],
+    [*({"strategy": method} for method in METHODS), *(pytest.param(each, id=name) for name, each in OTHERS.items())],
     ids=lambda options: options["strategy"],
 )
 def test_adapters_of_a_language_model_learn(lines, tmp_path, options):
@@ -78,6 +75,7 @@ def test_a_trained_run_writes_texts_and_is_exported(lines, tmp_path, capsys):
     np.testing.assert_allclose(fmr.load(tmp_path / "again").predict(x), run.predict(x), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_from_gguf_has_its_weights_its_tokenizer_and_its_chat_template(tmp_path):
     pytest.importorskip("gguf"), pytest.importorskip("tokenizers"), pytest.importorskip("jinja2")
     weights = str(tmp_path / "tiny.gguf")

@@ -51,6 +51,11 @@ class HostSamples:
 
         return CohortSamples(put(self._x), put(self._y))
 
+    def shapes(self, count: int) -> CohortSamples:
+        """The shapes of the samples of ``count`` clients."""
+        shape = lambda array: jax.ShapeDtypeStruct((count, self._width, *array.shape[1:]), array.dtype)
+        return CohortSamples(shape(self._x), shape(self._y))
+
     def send_ahead(self, round: int, ids: np.ndarray) -> None:
         """Start the transfer of the samples of a later round."""
         self._ahead = {round: self.send(ids)}

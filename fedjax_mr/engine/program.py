@@ -22,37 +22,45 @@ from fedjax_mr.models import platforms
 MAX_KEPT = 32  # programs, of some 8 MB each for a small network
 
 
-class Program:
-    """One compiled function: `jax.jit` for arguments of one kind."""
+class Traced:
+    """A function as programs trace it. Programs of the same object share its traces.
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        name: str = "",
-        platform: str | None = None,
-        donate: tuple[int, ...] = (),
-        out: Any = None,
-    ) -> None:
+    Attributes:
+      traces: number of times that it was traced for arguments of one kind. More than one means a fault.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str = "", platform: str | None = None) -> None:
         """Wrap ``function``.
 
         Args:
-          function: the function to compile.
-          name: its name in profiles and in the text of the program. Default: its own.
+          function: the function to trace.
+          name: its name in profiles and in the text of programs. Default: its own.
           platform: the platform to trace for. Default: the platform of this process.
+        """
+        self.traces, self.platform = 0, platform
+        self._function = function
+        self.__name__ = OURS + (name or function.__name__)
+
+    def __call__(self, *args: Any) -> Any:
+        self.traces += 1
+        with platforms.tracing_for(self.platform), numbers_are_arguments():
+            return self._function(*args)
+
+
+class Program:
+    """One compiled function: `jax.jit` for arguments of one kind."""
+
+    def __init__(self, function: Callable[..., Any], *, donate: tuple[int, ...] = (), out: Any = None) -> None:
+        """Wrap ``function``.
+
+        Args:
+          function: the function to compile, or one that other programs compile, too, as a `Traced`.
           donate: positions of the arguments whose buffers a call consumes.
           out: the shardings of the results, as a prefix of their tree. Default: chosen by the compiler.
         """
-        self._traces = traces = [0]  # no reference to this object: without circles, code goes with its last user
-
-        def traced(*args: Any) -> Any:
-            traces[0] += 1
-            with platforms.tracing_for(platform), numbers_are_arguments():
-                return function(*args)
-
-        traced.__name__ = OURS + (name or function.__name__)
+        self._traced = traced = function if isinstance(function, Traced) else Traced(function)
         jitted = functools.partial(jax.jit, traced, donate_argnums=donate, out_shardings=out)
-        with platforms.tracing_for(platform):
+        with platforms.tracing_for(traced.platform):
             options = compiler_options()
         self._jit = jitted(compiler_options=options)
         self._without_sums = jitted(compiler_options=options | {LIBRARY: PRODUCTS}) if LIBRARY in options else None
@@ -74,7 +82,7 @@ class Program:
     @property
     def traces(self) -> int:
         """Number of times that the function was traced. More than one means a fault."""
-        return self._traces[0]
+        return self._traced.traces
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
         """The compiled program, for arrays or for shapes with shardings (``jax.ShapeDtypeStruct``). Nothing is run."""
@@ -224,9 +232,14 @@ class Programs(dict[str, Program]):
 @functools.lru_cache(maxsize=MAX_KEPT)
 def _program(owner: Any, name: str, kind: Hashable, donate: tuple[int, ...], out: Any, structure: Any) -> Program:
     """``kind`` bounds the memory: a program that is dropped takes its compiled code along."""
+    return Program(_traced(owner, name, kind), donate=donate, out=jax.tree.unflatten(structure, out))
+
+
+@functools.lru_cache(maxsize=MAX_KEPT)
+def _traced(owner: Any, name: str, kind: Hashable) -> Traced:
+    """``kind``: what a trace depends on, so each is traced once."""
     del kind
-    out = jax.tree.unflatten(structure, out)
-    return Program(getattr(owner, name), name=name, platform=owner.axis.platform, donate=donate, out=out)
+    return Traced(getattr(owner, name), name, owner.axis.platform)
 
 
 def _described(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -249,6 +262,7 @@ def _kind_of(arguments: Any) -> Hashable:
 def forget() -> None:
     """Drop all programs that are kept for other simulators."""
     _program.cache_clear()
+    _traced.cache_clear()
 
 
 def is_of_this_package(code: Any) -> bool:

@@ -110,6 +110,11 @@ class Rounds:
         return self.data_on_host or self._memory_on_host
 
     @property
+    def _in_one_program(self) -> bool:
+        """Whether a round is one program, which can compute several."""
+        return self.axis.fused and not self.on_host
+
+    @property
     def stacks(self) -> tuple[int, ...]:
         """Leading axes of stacked models: K, N and K'."""
         return self.trial.stacks(self.constants)
@@ -196,6 +201,22 @@ class Rounds:
     def _of_server(self, program: str, progress: Progress) -> Any:
         return self.programs.call(program, self._server_constants, progress.server, out=self.axis.server_device)
 
+    def trace(self) -> None:
+        """Trace a round, which the first call then need not do. Nothing is computed.
+
+        Raises:
+          UserError: the network lacks a part that the strategy needs, or a channel does not suit it.
+        """
+        progress, number = shapes_at((self.shapes(), np.int32(0)), (self._placement, self.axis.server_device))
+        if self._in_one_program:
+            self.programs.shapes("rounds", self.constants, progress, number, None)
+            return
+        plan, rows = self.programs.shapes("begin", self._server_constants, progress)
+        if self._samples is not None:
+            rows = rows._replace(samples=self._samples.shapes(*rows.size.shape))
+        trained = self.programs.shapes("clients", (self.constants, number), rows)
+        self.programs.shapes("finish", self._server_constants, progress, plan, trained)
+
     def compile(self) -> Programs:
         """Compile the training and evaluation programs for a machine that is not present. Nothing is executed."""
         shapes = self.shapes()
@@ -214,7 +235,7 @@ class Rounds:
 
         Any division of the rounds into calls gives the same numbers.
         """
-        if self.axis.fused and not self.on_host and self.strategy.between_rounds is None:
+        if self._in_one_program and self.strategy.between_rounds is None:
             return self._fused(progress, count)
         reports = []
         first = int(np.max(progress.round))

@@ -30,7 +30,7 @@ from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
 from fedjax_mr.engine.devices import refuse_settings, set_up_jax
 from fedjax_mr.engine.evaluation import Evaluation, Tested, backdoor_test
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
-from fedjax_mr.engine.program import is_of_this_package, memory_needed, numbers_are_arguments
+from fedjax_mr.engine.program import is_of_this_package, memory_needed
 from fedjax_mr.engine.round import (
     INIT,
     Build,
@@ -38,10 +38,6 @@ from fedjax_mr.engine.round import (
     Progress,
     Report,
     RunConstants,
-    begin,
-    finish,
-    start,
-    train_client,
 )
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.trials import OneTrial
@@ -185,13 +181,16 @@ class Simulator:
         )
         self.code = self._code_of(strategy, hyper)
         self._constants = RunConstants(build, self.problem, federation, random_key(seed))
-        # Whether a user's network or a channel suits the strategy is known only from a trace of the round.
-        ours = all(isinstance(network.module, BlockNet) for network in self.model.networks)
-        if remote is None and (not ours or self._constants.strategy.receive is not None):
-            self._trace_round(axis)
         self._memory_on_host = self._needs_host_memory(memory, axis)
         self.axis = self._with_lanes_that_fit(axis) if lanes_are_free else axis
         self.rounds = self._rounds(self.axis)
+        # Whether a user's network or a channel suits the strategy is known only from a trace of the round.
+        ours = all(isinstance(network.module, BlockNet) for network in self.model.networks)
+        if remote is None and (not ours or self.rounds.strategy.receive is not None):
+            try:
+                self.rounds.trace()
+            except UserError as error:
+                raise UserError(f"{self._name}: {error}") from None
 
     # --- training and tests
 
@@ -382,25 +381,6 @@ class Simulator:
         needed = self.problem.num_clients * trees.num_bytes(one)
         on_cpu = axis.platform == "cpu" and not axis.described
         return memory == "host" or too_large(needed, axis) or (on_cpu and needed > MOST_MEMORY_OF_CPU)
-
-    def _trace_round(self, axis: ClientAxis) -> None:
-        """Trace a round. Nothing is computed.
-
-        Raises:
-          UserError: the network lacks a part that the strategy needs, or a channel does not suit it.
-        """
-
-        def one_round(constants: RunConstants) -> Any:
-            progress = start(constants)
-            plan, rows = begin(axis, constants, progress)
-            trained = jax.lax.map(lambda row: train_client(constants, progress.round, row), rows)
-            return finish(constants, progress, plan, trained)
-
-        try:
-            with numbers_are_arguments():
-                jax.eval_shape(one_round, self._constants)
-        except UserError as error:
-            raise UserError(f"{self._name}: {error}") from None
 
 
 # --- parts of a simulator -------------------------------------------------------------------------------------------

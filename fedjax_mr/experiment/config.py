@@ -528,12 +528,15 @@ def _read(arguments: Sequence[str], additional: Sequence[Setting] = ()) -> tuple
     By default, all natural clients and all clients of a partition file take part.
     """
     read_imports(arguments)
-    unset = lambda setting: dataclasses.replace(setting, default=None) if setting.flag == "clients" else setting
-    known = [*map(unset, all_settings()), *settings.settings_of(_EarlierNames), *additional]
+    without_default = lambda setting: _unset(setting) if setting.flag == "clients" else setting
+    known = [*map(without_default, all_settings()), *settings.settings_of(_EarlierNames), *additional]
     values = _with_todays_names(settings.parse(arguments, known))
     if values["clients"] is None:
         values["clients"] = 0 if values["partition"] == "natural" or values["partition_file"] else Config.clients
     return _build(values), values
+
+
+_unset = functools.cache(lambda setting: dataclasses.replace(setting, default=None))
 
 
 def flag_names(strategies: Collection[str] | None = None) -> list[str]:

@@ -10,6 +10,7 @@ import numbers
 import os
 import shutil
 import textwrap
+import threading
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ OTHER_NAMES = {name: ("patience",) for name in ("early_stop", "early_stopping", 
 """Names in other libraries of flags that have a different name here."""
 DEEPEST_FLAG_FILES = 16  # of flag files that include each other
 MOST_FLAG_FILES = 1000  # that one command reads: few files that include each other often would never end
+_READING = threading.RLock()  # all threads read into the same flags, see `_defined`
 PACKAGE = Path(__file__).parents[1]  # its exp/ has the flag files: a link here, copies in an installed package
 Owner = typing.TypeVar("Owner")
 
@@ -42,9 +44,9 @@ _KINDS: dict[type, tuple[type, str, str]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Setting:
-    """A field as a flag.
+    """A field as a flag. `settings_of` always returns the same objects for a dataclass.
 
     Attributes:
       flag: the name of the flag: the field's, after a prefix if its dataclass has one.
@@ -89,7 +91,7 @@ class Setting:
             if not isinstance(value, tuple | list):
                 raise UserError(f"{label}={_shown(value)} is not a tuple; a single value is ({value!r},)")
             for each in value:
-                self._single().check(each, label)
+                self._single.check(each, label)
         elif not self._fits(value):
             raise UserError(f"{label}={_shown(value)} is not {_KINDS[self.kind][1]}")
         elif isinstance(value, str):
@@ -100,7 +102,7 @@ class Setting:
     def plain(self, value: Any) -> Any:
         """The value in a form for JSON: True, 1, 1.0, "text", None, or a list."""
         if self.repeated:
-            return [self._single().plain(each) for each in value]
+            return [self._single.plain(each) for each in value]
         return None if value is None else self.kind(value)
 
     def as_flags(self, value: Any) -> list[str]:
@@ -132,9 +134,18 @@ class Setting:
             return [head, *(" " * column + line for line in body)]
         return [head.ljust(column) + body[0], *(" " * column + line for line in body[1:])]
 
+    @functools.cached_property
     def _single(self) -> "Setting":
         """The setting of a single value of a repeated flag."""
         return dataclasses.replace(self, repeated=False)
+
+    @functools.cached_property
+    def _ranges(self) -> list[Info]:
+        """The declarations whose ranges a number must be in."""
+        if self.info.high is not None:
+            return [self.info]
+        largest = {int: LARGEST_INT32, float: LARGEST_FLOAT32}[self.kind]
+        return [self.info, dataclasses.replace(self.info, high=largest)]
 
     def _fits(self, value: Any) -> bool:
         if isinstance(value, bool) or value is None:  # a bool is an int to Python
@@ -143,11 +154,7 @@ class Setting:
 
     def _check_number(self, value: float, label: str) -> None:
         """Check a number by its declaration, then by the bound of all numbers."""
-        ranges = [self.info]
-        if self.info.high is None:
-            largest = {int: LARGEST_INT32, float: LARGEST_FLOAT32}[self.kind]
-            ranges.append(dataclasses.replace(self.info, high=largest))
-        for each in ranges:
+        for each in self._ranges:
             if not each.allows(value):
                 shown = value if self.kind is float or abs(value) < 10**15 else f"{str(value)[:15]}..."
                 raise UserError(f"{label}={shown} is out of range (allowed: {each.allowed() or 'finite numbers'})")
@@ -274,10 +281,16 @@ def parse(arguments: Sequence[str], settings: Iterable[Setting]) -> dict[str, An
     Raises:
       UserError: an unknown flag, a missing flag file, a value that is not a number. `Setting.check` checks ranges.
     """
+    with _READING:
+        return _read(arguments, tuple(settings))
+
+
+def _read(arguments: Sequence[str], settings: tuple[Setting, ...]) -> dict[str, Any]:
     values = _FlagValues()
     try:
-        for setting in settings:
-            _define(values, setting)
+        values = _defined(settings)
+        values.unparse_flags()
+        values.__dict__["files_read"] = 0  # setting an attribute sets a flag
         unexpected = values(["fedjax-mr", *arguments])[1:]
     except flags.UnrecognizedFlagError as error:
         raise _unknown_flag(error.flagname, list(values)) from None
@@ -289,7 +302,8 @@ def parse(arguments: Sequence[str], settings: Iterable[Setting]) -> dict[str, An
         raise UserError(
             f"unexpected argument {unexpected[0]!r}: every setting is a flag, --name=value (--help=all lists them)"
         )
-    return {name: values[name].value for name in values}
+    read = {name: values[name].value for name in values}
+    return {name: list(value) if isinstance(value, list) else value for name, value in read.items()}
 
 
 def values_of_flag(arguments: Sequence[str], flag: str) -> list[str]:
@@ -325,7 +339,7 @@ class _FlagValues(flags.FlagValues):
             raise UserError("--flagfile= is empty: it takes the path of a file")
         if len(parsed_file_stack or ()) >= DEEPEST_FLAG_FILES:
             raise UserError(f"flag files include each other more than {DEEPEST_FLAG_FILES} deep, at {filename}")
-        self.__dict__["files_read"] = self.__dict__.get("files_read", 0) + 1  # setting an attribute sets a flag
+        self.__dict__["files_read"] = self.__dict__.get("files_read", 0) + 1  # as in `parse`
         if self.__dict__["files_read"] > MOST_FLAG_FILES:
             raise UserError(f"flag files include each other more than {MOST_FLAG_FILES:,} times, at {filename}")
         included = PACKAGE / filename
@@ -365,6 +379,15 @@ class _Parser(flags.ArgumentParser):
             return self.kind(argument)
         except ValueError:
             raise ValueError({int: "not a whole number", float: "not a number"}[self.kind]) from None
+
+
+@functools.lru_cache(maxsize=8)  # a sweep reads the flags of hundreds of runs
+def _defined(settings: tuple[Setting, ...]) -> _FlagValues:
+    """The flags of some settings. Every command line is read into the same ones."""
+    values = _FlagValues()
+    for setting in settings:
+        _define(values, setting)
+    return values
 
 
 def _define(values: flags.FlagValues, setting: Setting) -> None:

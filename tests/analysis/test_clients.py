@@ -38,6 +38,7 @@ def test_the_command_prints_a_line_per_run(finished, capsys, tmp_path):
     assert (tmp_path / "clients.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_domains_have_a_table_of_their_own(tmp_path, capsys):
     """Also for personal models; two domains of four clients."""
     random = np.random.default_rng(0)

@@ -168,6 +168,7 @@ def victim(finished):
     return leakage.open_run(run, round=None, data_dir=None, trust=False)
 
 
+@pytest.mark.slow
 def test_the_round_is_that_of_the_engine(victim, close):
     rounds = victim.rebuilt.rounds
     seen = leakage.play(rounds, rounds.constants, victim.progress)
@@ -179,6 +180,7 @@ def test_the_round_is_that_of_the_engine(victim, close):
     close(jax.device_get(seen.sent), jax.device_get(victim.progress.server.models))
 
 
+@pytest.mark.slow
 def test_tokens_are_not_images(victim):
     samples = types.SimpleNamespace(x=np.zeros((3, 80), np.int32))
     tokens = victim.rebuilt._replace(federated=types.SimpleNamespace(dataset=samples))

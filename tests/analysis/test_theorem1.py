@@ -54,6 +54,7 @@ def test_constants_are_what_they_claim(problem, known):
     assert rates[0] <= 1 / (4 * known.smoothness) and np.all(rates[:-3] <= 2 * rates[3:])
 
 
+@pytest.mark.slow
 def test_the_bound_holds_and_the_gap_falls_like_1_over_t(problem, known, monkeypatch):
     # In thousands of rounds, calls of the hash in Python would take longer than compiling it.
     monkeypatch.setattr(threefry, "call", lambda *words: threefry.threefry(words[:2], words[2:]))

@@ -138,6 +138,7 @@ def test_every_loss_of_a_method_belongs_to_the_sample_that_is_mixed_in(strategy,
 # --- By name ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_crops_and_boxes_together_train_a_network(tmp_path):
     settings = dict(augment="crop_flip,cutmix", augment_pad=1, local_epochs=1, clients=6, cohort=2, rounds=2)
     settings |= {"model": "mlp"}

@@ -24,7 +24,7 @@ from fedjax_mr.testing.federations import default_hyper, make_engine, simulator,
 SIZES = (7, 12, 1, 5, 9, 4, 3, 8, 6, 2, 5, 7)
 FEDERATION = {"network": "normed", "sizes": SIZES, "seed": 1, "devices": 1, "lanes": 1}
 KEY, E = jax.random.key(1), 6
-QUICK = ("scaffold",)
+QUICK = ("fedavg",)
 IMPOSSIBLE = {"centralized", "adaptivefl", "clusamp", "pfedhr", "hypcluster", "ifca", "fedme"}
 
 
@@ -111,7 +111,7 @@ LOOPS = {  # strategy, its hyper-parameters, (M, K, refill), weight of staleness
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=[] if n in ("gitfl", "fedbuff, arrival") else pytest.mark.slow) for n in LOOPS]
+    "case", [pytest.param(n, marks=[] if n == "fedbuff, arrival" else pytest.mark.slow) for n in LOOPS]
 )
 def test_it_equals_a_plain_event_loop(case):
     """A loop over events with a heap: every job trains alone, at its start, and each update is written by hand."""

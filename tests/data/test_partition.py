@@ -82,7 +82,7 @@ class TestDirichlet:
     @pytest.mark.parametrize(
         ("num_classes", "alpha", "reference"),
         [
-            (10, 0.1, (15, 2848, 474.9)),
+            pytest.param(10, 0.1, (15, 2848, 474.9), marks=pytest.mark.slow),
             pytest.param(10, 0.5, (125, 1007, 171.2), marks=pytest.mark.slow),
             pytest.param(10, 1.0, (230, 735, 96.8), marks=pytest.mark.slow),
             pytest.param(20, 0.1, (76, 1064, 235.0), marks=pytest.mark.slow),

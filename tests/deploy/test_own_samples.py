@@ -35,6 +35,7 @@ def serve(folder, rounds, server_data, flags=""):
     return json.loads((folder / "run" / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_dataset_of_the_record_is_the_servers_file(tmp_path):
     """The default of --dataset says nothing about such samples; a resumed run has the same record."""
     random = np.random.default_rng(0)
@@ -68,6 +69,7 @@ def test_the_files_of_divide_keep_their_dataset_and_partition(tmp_path):
     assert (recorded["dataset"], recorded["partition"]) == ("digits", "dirichlet")
 
 
+@pytest.mark.slow
 def test_the_model_of_real_clients_keeps_the_preparation_of_a_table(tmp_path):
     flags = f"{FLAGS} --dataset=diabetes"
     federated = federated_data(configuration.parse(flags.split()))
@@ -91,7 +93,13 @@ def doses(folder, **declared):
     return folder / "server.npz"
 
 
-@pytest.mark.parametrize("flags", ["", "--mode=async --in_flight=2 --cohort=1 --rounds=20"], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("", id="sync"),
+        pytest.param("--mode=async --in_flight=2 --cohort=1 --rounds=20", id="async", marks=pytest.mark.slow),
+    ],
+)
 def test_own_samples_of_a_regression(tmp_path, flags, capsys):
     """Targets [n] of type float64, in mg; the server's file has their mean and standard deviation."""
     file = doses(tmp_path, task="regression", target_mean=50.0, target_std=9.0, target_unit="mg")

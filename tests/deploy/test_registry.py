@@ -133,13 +133,14 @@ def small_data(folder, task):
 
 
 OTHERS = [
-    ("regression", "--dataset=diabetes --model=logistic --loss=huber"),
+    pytest.param("regression", "--dataset=diabetes --model=logistic --loss=huber", marks=pytest.mark.slow),
     (
         "classification",
         "--model=logistic --metrics=macro_f1,recall,auroc_of_class,confusion --loss=weighted "
         "--loss_weights=1,2,3,4,5,6,7,8,9,1",
     ),
-    ("survival", "--dataset={} --model=logistic"),  # its histograms take more than a small message
+    # its histograms take more than a small message
+    pytest.param("survival", "--dataset={} --model=logistic", marks=pytest.mark.slow),
     pytest.param("segmentation", "--dataset={} --model=unet --public_share=0", marks=pytest.mark.slow),
     pytest.param("language", "--dataset={} --model=lstm1 --public_share=0", marks=pytest.mark.slow),
 ]

@@ -307,8 +307,8 @@ for seconds in (0, 60):
     if not server:
         sys.stderr = sys.stdout if seconds else sys.stderr
         grid = types.SimpleNamespace(get_node_ids=lambda: time.sleep(seconds))
-        threading.Thread(target=flower._watch, args=(grid, 0.5), daemon=True).start()
-        time.sleep(2)
+        threading.Thread(target=flower._watch, args=(grid, 0.4), daemon=True).start()
+        time.sleep(1.2)
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]), flush=True)
 """

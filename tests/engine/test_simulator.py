@@ -76,6 +76,25 @@ def test_several_flax_modules_of_which_each_client_has_one():
         one.test(state)
 
 
+TRACED = []
+
+
+class Counting(nn.Module):
+    """A network that notes its traces."""
+
+    @nn.compact
+    def __call__(self, x, *, train=False):
+        TRACED.append(train)
+        return nn.Dense(3)(x.reshape(x.shape[0], -1))
+
+
+def test_the_check_of_ones_own_network_is_the_trace_of_its_program():
+    one = simulator(model=Counting())
+    traced = TRACED.count(True)
+    one.run(one.init(), 2)
+    assert TRACED.count(True) == traced > 0
+
+
 def test_personal_tests_of_all_clients():
     divided = fmr.data.federate(fmr.data.load("digits"), num_clients=6, client_test_share=0.2, seed=0)
     one = fmr.Simulator("fedper", "logistic", divided, cohort=3, local=SMALL, devices=1)

@@ -37,12 +37,14 @@ def numbers(result, names=("accuracy", "loss", "bytes_up")):
     return np.array([[row[name] for name in names] for row in result.rows])
 
 
+@pytest.mark.slow
 def test_compression_changes_the_bytes(tmp_path):
     plain = run(tmp_path / "plain")
     signs = run(tmp_path / "signs", compress="sign", error_feedback="ef")
     assert signs.rows[-1]["bytes_up"] < plain.rows[-1]["bytes_up"] / 25
 
 
+@pytest.mark.slow
 def test_the_clients_of_fedcross_exchange_layers(tmp_path):
     """In a round, the mean of the models keeps its value, and half of the layers go and come."""
     once = {"strategy": "fedcross", "model": "mlp", "rounds": 1, "eval_every": 1}
@@ -247,6 +249,7 @@ def test_the_clock_counts_the_bytes_that_are_sent(tmp_path):
     assert {row["clipped"] for row in late.rows} <= {1.0, None} and late.rows[0]["clipped"] == 1.0
 
 
+@pytest.mark.slow
 def test_deadlines_and_more_clients_than_needed(tmp_path):
     """The columns: late clients, and the bytes of the uploads that the server takes. Resumed in the middle."""
     changes = {"fleet": "classes", "deadline": 250.0, "over_select": 1.5, "late": "partial"}

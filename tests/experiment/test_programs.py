@@ -222,8 +222,9 @@ def test_a_second_simulator_traces_and_compiles_nothing(forget):
 
 def test_the_oldest_programs_go_and_their_code_with_them(monkeypatch):
     """A session of many methods does not grow without bound."""
-    few = functools.lru_cache(maxsize=2)(program._program.__wrapped__)
+    few, traced = (functools.lru_cache(maxsize=2)(each.__wrapped__) for each in (program._program, program._traced))
     monkeypatch.setattr(program, "_program", few)
+    monkeypatch.setattr(program, "_traced", traced)
     axis = client_axis(devices=1, lanes=1, cohort_size=1)
     code = [weakref.ref(_call(axis, length)) for length in (1, 2, 3)]
     gc.collect()

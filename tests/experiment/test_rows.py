@@ -175,6 +175,7 @@ def test_a_users_source_has_settings(mine):
         fmr.data.load("few", every=0)
 
 
+@pytest.mark.slow
 def test_a_users_fleet_and_weight_of_staleness_have_settings(mine):
     clocks = []
     for seconds in (5, 10):
@@ -203,6 +204,7 @@ def test_a_users_link_changes_what_arrives(mine):
     np.testing.assert_allclose(none, 0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_users_server_optimizer_moves_the_model(mine):
     plain, double = change(mine), change("--server_optimizer=steps", "--server_lr=2")
     np.testing.assert_allclose(double, 2 * plain, atol=1e-5)
@@ -271,7 +273,9 @@ def test_rows_of_the_wrong_kind_are_refused(tmp_path, monkeypatch, capsys):
     assert "fmr.LINKS['wrong'] takes fmr.LinkRow(build, settings)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["link", "server optimizer", "staleness"])
+@pytest.mark.parametrize(
+    "kind", ["link", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("server optimizer", "staleness"))]
+)
 def test_rows_that_change_under_their_name_are_traced_anew(kind, monkeypatch):
     """A notebook's cell that runs again, or a variable that the row reads, must not meet an earlier program."""
     factor = 1.0

@@ -133,6 +133,7 @@ def loss_of(model):
     return loss
 
 
+@pytest.mark.slow
 def test_activations_that_are_computed_again_change_nothing():
     plain, again = adapted("*/kernel"), adapted("*/kernel", remat=True)
     assert again.module.remat and not plain.module.remat

@@ -60,7 +60,7 @@ SIZES = [
     ("transformer_tiny", TEXT, 80, 302_160),
     ("minilm", (48,), 2, 22_566_146),
     ("llama_tiny", TEXT, 257, 257 * 64 + 2 * (64 * (2 + 64 + 32 + 32 + 64) + 3 * 64 * 128) + 64),
-    ("smollm2_135m", TEXT, 49_152, 134_515_008),
+    pytest.param("smollm2_135m", TEXT, 49_152, 134_515_008, marks=pytest.mark.slow),
     ("unet", GREY, 2, 118_322),
     ("gru", (50, 6), 7, 3 * 64 * (6 + 64 + 2) + 65 * 7),
     ("lstm_numbers", (50, 6), 7, 4 * 64 * (6 + 64 + 2) + 65 * 7),

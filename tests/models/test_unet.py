@@ -124,6 +124,7 @@ def test_padding_of_a_batch_changes_nothing():
     jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-5), padded[1], alone[1])
 
 
+@pytest.mark.slow
 def test_a_round_of_fedmr_learns_and_mixes_whole_layers(federation):
     """Three clients take steps on masks of their own images, then the server exchanges layers."""
     model, variables = started("group")
@@ -175,6 +176,7 @@ def test_what_does_not_fit_is_one_line():
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_networks_of_a_zoo_learn_one_task():
     zoo = models.Zoo.of([small(norm="group"), models.Model(PixelByPixel(3), (6, 5, 2), name="pixels", task=TASK)])
     assert zoo.task == TASK and zoo.output_shape() == (6, 5, 3)

@@ -121,6 +121,7 @@ def test_its_settings_are_flags_of_a_command_that_imports_it(registered):
     assert config.parse(["--strategy=cabafl", "--cabafl_length=3"]).hyper == cabafl.Hyper(length=3)
 
 
+@pytest.mark.slow
 def test_a_run_knows_the_time(registered, tmp_path):
     """A method that chooses its clients one by one: only its state knows the clock."""
     result = fmr.run(

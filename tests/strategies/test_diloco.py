@@ -85,6 +85,7 @@ def simulator(build, *, optimizer="sgd", momentum=0.0, **setting):
     return fmr.Simulator(build, network_of("linear"), federated(), cohort=6, local=setting, devices=1)
 
 
+@pytest.mark.slow
 def test_with_one_step_of_sgd_it_is_the_gradient_step_of_fedavg(close):
     hyper = Hyper(outer_lr=1.0, outer_momentum=0.0)
     ours = simulator(lambda _, problem: STRATEGIES["diloco"].build(hyper, problem), steps=1)
@@ -94,7 +95,9 @@ def test_with_one_step_of_sgd_it_is_the_gradient_step_of_fedavg(close):
 
 
 @jax.numpy_dtype_promotion("standard")  # optax's Adam divides by 1 - decay**count, a float to an integer power
-@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw", "schedule_free"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "schedule_free"))]
+)
 def test_a_client_that_keeps_its_optimizer_trains_as_without_a_break(optimizer, close):
     """With one client, two rounds of one step are one round of two steps. Without the memory they are not."""
 

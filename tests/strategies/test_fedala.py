@@ -10,7 +10,7 @@ from fedjax_mr.strategies import fedala
 from fedjax_mr.strategies.fedala import Hyper
 
 
-@pytest.mark.parametrize("layers", [1, 0])
+@pytest.mark.parametrize("layers", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_five_rounds_equal_the_equations(transcription, layers):
     """Full batches, so that one epoch of the weights is one step. The first training of W lasts three epochs."""
     hyper = Hyper(layers=layers, rate=8.0, share=1.0, most_epochs=3)

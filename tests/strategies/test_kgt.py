@@ -45,6 +45,7 @@ def test_three_rounds_equal_the_equations(transcription, rate):
             by_hand.check(trees.take(by_hand.progress.server.corrections, i), corrections[i])
 
 
+@pytest.mark.slow
 def test_with_one_step_it_is_gradient_tracking(transcription):
     """The tracked gradient becomes its average plus the change of the client's gradient, as in DIGing."""
     by_hand = transcription("kgt", Hyper(), cohort=4, epochs=1, momentum=0.0)

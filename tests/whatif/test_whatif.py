@@ -31,7 +31,7 @@ REFUSED = {
     "kgt": "about every client on the server",
     "local": "deploys no model",
 }
-QUICK = ("scaffold", "fedmr", *REFUSED)  # of FedAvg, all other tests are
+QUICK = ("fedmr", *REFUSED)  # of FedAvg, all other tests are
 TRIED = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
     for name, row in STRATEGIES.items()
