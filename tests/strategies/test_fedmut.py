@@ -63,6 +63,7 @@ def test_the_server_keeps_the_uniform_mean_and_its_distance_from_the_last_model(
         assert float(new.beta) == pytest.approx(beta)
 
 
+@pytest.mark.slow
 def test_three_rounds_equal_the_equations(transcription):
     hyper = Hyper(radius=2.0, beta=0.4, bound=4)
     by_hand = transcription("fedmut", hyper)

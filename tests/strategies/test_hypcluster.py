@@ -30,6 +30,7 @@ def one_round(by_hand, models, clients):
     return models
 
 
+@pytest.mark.slow
 def test_three_rounds_equal_the_equations(transcription):
     by_hand = transcription("hypcluster", Hyper(clusters=3))
     models = [by_hand.read(trees.take(by_hand.progress.server.models, number)) for number in range(3)]
