@@ -18,7 +18,6 @@ WIDTHS = (1.0, 0.4, 0.2)  # of the perceptron's five hidden units: 5, 2, 1
 HIDDEN = (5, 2, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "own_classes, scaler", [(True, "layers"), pytest.param(False, "norms", marks=pytest.mark.slow)]
 )
