@@ -14,7 +14,6 @@ from fedjax_mr.strategies.parts import GlobalModel
 from fedjax_mr.strategies.traffic import Traffic
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cohort", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_it_is_the_training_of_one_client_who_owns_all_samples(engine, close, cohort):
     together = engine("centralized", "perceptron", cohort=cohort)

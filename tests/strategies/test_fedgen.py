@@ -135,7 +135,6 @@ class ByHand:
             self.optimizer.step()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["original", pytest.param("authors", marks=pytest.mark.slow)])
 def test_three_rounds_equal_the_equations(transcription, variant):
     hyper = Hyper(variant=variant, **TINY)

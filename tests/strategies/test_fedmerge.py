@@ -16,7 +16,6 @@ from fedjax_mr.testing.federations import first_cohort, random_like, tree_equal
 HEAD = (0, 1)  # positions of the perceptron's tensors
 
 
-@pytest.mark.slow
 def test_three_rounds_equal_the_equations(transcription):
     count, strength, step = 3, 0.2, 0.5
     by_hand = transcription("fedmerge", Hyper(models=count, strength=strength, step=step))
