@@ -31,7 +31,7 @@ def test_the_target_of_a_regression_is_an_error_in_its_unit(keep, capsys):
     [
         (["runs", "--target=95"], "--target=95.0 is out of range (allowed: >= 0 and <= 1)"),
         (["runs", "--target=nan"], "--target=nan is out of range"),
-        (["x" * 300], "xxx (File name too long)"),
+        (["x" * 300], "xxx"),  # in Python 3.13, such a path just does not exist
     ],
 )
 def test_bad_input_is_one_line(keep, capsys, arguments, message):

@@ -194,7 +194,10 @@ def with_nan():
             "probabilities of classes are not supported; the most probable class is y.argmax",
         ),
         ({"y": np.where(LABELS, 1.0, np.nan)}, "one integer per sample: 20 labels are missing: drop these samples"),
-        ({"y": [np.datetime64("NaT"), *"a" * 59]}, "one integer per sample: 1 labels are missing: drop these samples"),
+        (
+            {"y": [np.datetime64("NaT", "s"), *"a" * 59]},
+            "one integer per sample: 1 labels are missing: drop these samples",
+        ),
         ({"y": [None, *"a" * 59]}, "one integer per sample: 1 labels are missing: drop these samples"),
         (
             {"y": LABELS - 1},
