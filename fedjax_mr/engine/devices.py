@@ -95,9 +95,17 @@ def _note_fork() -> None:
     _forked_after_start = _forked_after_start or _started()
 
 
-_forked_after_start = False
+def _is_alone() -> bool:
+    """Whether this process has one thread. False if the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
+
+
+_forked_after_start = _started() and _is_alone()  # the threads of JAX do not exist in a child
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)  # the threads of JAX do not exist in the child
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 def usable_cores() -> int:

@@ -181,16 +181,19 @@ class Simulator:
         )
         self.code = self._code_of(strategy, hyper)
         self._constants = RunConstants(build, self.problem, federation, random_key(seed))
-        self._memory_on_host = self._needs_host_memory(memory, axis)
-        self.axis = self._with_lanes_that_fit(axis) if lanes_are_free else axis
-        self.rounds = self._rounds(self.axis)
         # Whether a user's network or a channel suits the strategy is known only from a trace of the round.
         ours = all(isinstance(network.module, BlockNet) for network in self.model.networks)
-        if remote is None and (not ours or self.rounds.strategy.receive is not None):
-            try:
+        uncertain = remote is None and (not ours or self._constants.strategy.receive is not None)
+        try:
+            self._memory_on_host = self._needs_host_memory(memory, axis)
+            self.axis = self._with_lanes_that_fit(axis) if lanes_are_free else axis
+            self.rounds = self._rounds(self.axis)
+            if uncertain:
                 self.rounds.trace()
-            except UserError as error:
-                raise UserError(f"{self._name}: {error}") from None
+        except UserError as error:
+            if not uncertain:
+                raise
+            raise UserError(f"{self._name}: {error}") from None
 
     # --- training and tests
 

@@ -33,6 +33,7 @@ QUICK = ("fedmr", "clusamp", "heterofl")
 IMPOSSIBLE = {
     "centralized", "adaptivefl", "clusamp", "heterofl", "hypcluster", "ifca", "fedme", "pfedhr", "fedmerge",
     "pfedbayes", "fedmd", "fedgh", "fedproto", "fedtgp", "fedkemf", "fccl", "local", "gitfl",
+    "dpsgd", "gossipmr", "kgt",
 }  # fmt: skip
 
 
