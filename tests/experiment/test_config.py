@@ -411,3 +411,15 @@ def test_what_compiled_programs_take_as_arguments():
         assert compiled[flag] == "constant"
     for flag in ("dataset", "rounds", "eval_every", "patience", "dp_delta"):
         assert compiled[flag] == "no"
+
+
+def test_a_command_line_leaves_nothing_to_the_next_one():
+    """All command lines are read into the same flags, which are defined once."""
+    before = configuration.parse([])
+    once = configuration.parse(
+        ["--lr=0.5", "--noprogress", "--fedme_cluster_rounds=3", "--fedme_cluster_rounds=5", "--strategy=fedme"]
+    )
+    again = configuration.parse(["--fedme_cluster_rounds=7", "--strategy=fedme"])
+    assert (once.lr, once.progress, once.hyper.cluster_rounds) == (0.5, False, (3, 5))
+    assert (again.lr, again.progress, again.hyper.cluster_rounds) == (before.lr, before.progress, (7,))
+    assert configuration.parse([]) == before
