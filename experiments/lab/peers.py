@@ -18,6 +18,11 @@ Python 3.14 without its lock, so the newest version with worker processes takes 
 ``--course=memory`` trains two clients per round, first 19 rounds, then 180 more: ``memory_before`` and ``memory`` show
 whether the memory grows with the rounds. Two runs with equal last losses to all digits (``--json``) have the same bits.
 
+``--course=seeds`` trains 16 seeds for 20 rounds each, as users start them: ours one after another in one process, which
+compiles once, the others a process per seed, as many at once as there are cores (Flower: one with an actor per core).
+``seconds`` is the time from the start of the first process to the last test, ``start`` how long a single process needs
+until its first round.
+
 ``ours_async`` and ``flgo_async`` train with FedBuff: 20 clients train at the same simulated time, and the server
 updates its model with every 10 uploads. Such an update counts as a round, so all rows train 10 clients per round.
 
@@ -34,6 +39,7 @@ where it is too old, the newest ``python3.N`` of the PATH does.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -45,6 +51,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,12 +78,15 @@ class Course(NamedTuple):
     classes: int  # of each client
     warm_up: int  # rounds before the first turn
     more: int = 0  # rounds after those, which are not timed
+    seeds: int = 0  # 0: one seed, round by round in turns. Otherwise whole runs of as many seeds
+    rounds: int = 20  # of each seed
 
 
 COURSES = {
     "peers": Course(10, 0.01, 0.5, 10, 2),
     "blazefl": Course(100, 0.1, 0.0, 2, 1),
     "memory": Course(2, 0.01, 0.0, 10, 19, 180),
+    "seeds": Course(10, 0.01, 0.0, 10, 0, seeds=16),
 }
 OLDEST = {"blazefl": (3, 12)}  # Python of an environment
 ENVIRONMENTS = {  # what pip installs; nothing: the environment that runs this script
@@ -222,10 +232,10 @@ def write_data(path: Path, classes: int) -> None:
 
 
 @contextlib.contextmanager
-def bound_to(cores: int) -> Iterator[None]:
-    """Bind this thread, and the processes that it starts meanwhile, to the first of its cores."""
+def bound_to(cores: int, after: int = 0) -> Iterator[None]:
+    """Bind this thread, and the processes that it starts meanwhile, to so many of its cores, ``after`` the first."""
     all_cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(all_cores)[:cores])
+    os.sched_setaffinity(0, sorted(all_cores)[after : after + cores])
     try:
         yield
     finally:
@@ -265,6 +275,8 @@ class Contestant:
     def __init__(self, name: str, arrangement: Arrangement, cores: int, course: Course) -> None:
         """Store the arguments. `start` starts the processes."""
         self.name, self.arrangement, self.cores, self.course = name, arrangement, cores, course
+        self.first_core = 0
+        self.seeds = range(1)
         self.memory_before: float | None = None  # after the rounds of warm-up
         self.memory: float | None = None  # after the last round
         self.environment = CONTESTANTS[name][0]
@@ -297,6 +309,7 @@ class Contestant:
             "data": str(data), "cohort": self.course.cohort, "epochs": epochs, "batch": BATCH,
             "lr": self.course.lr, "momentum": self.course.momentum,
             "processes": self.arrangement.processes, "threads": threads, "variant": self.arrangement.variant,
+            "seed": self.seeds.start, "seeds": len(self.seeds),
         }  # fmt: skip
         paths = [DRIVERS, DRIVERS.parent]
         if self.environment == "ours":
@@ -307,7 +320,7 @@ class Contestant:
         }  # fmt: skip
         if self.environment != "ours":  # which gives every device the thread that it needs
             variables |= {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
-        with bound_to(self.cores):
+        with bound_to(self.cores, self.first_core):
             self.process = subprocess.Popen(
                 [python, DRIVERS / f"drive_{self.environment}.py"], env=os.environ | variables, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True,
@@ -316,7 +329,8 @@ class Contestant:
         if self.facts["parameters"] != PARAMETERS:
             raise FailedError(f"its network has {self.facts['parameters']} parameters, not {PARAMETERS}")
         self.test()
-        self.ask(self.course.warm_up)
+        if self.course.warm_up:
+            self.ask(self.course.warm_up)
         self.memory_before = self.memory_now()
         if self.course.more:
             self.ask(self.course.more)
@@ -363,14 +377,14 @@ class Contestant:
         self.cpu_seconds.append(used() - before)
         self.memory = self.memory_now()
 
-    def stop(self) -> None:
-        """End its processes, also those that outlive their driver."""
+    def stop(self, patience: float = 20) -> None:
+        """End its processes, also those that outlive their driver or need more seconds than ``patience``."""
         if self.process and self.process.stdin:
             descendants = [number for number, _ in tree(self.process.pid)][1:]
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
             try:
-                self.process.wait(20)
+                self.process.wait(patience)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -433,6 +447,42 @@ def compete(
     return [contestant.row(ours) for contestant in contestants]
 
 
+def campaign(name: str, cores: int, folder: Path, data: Path, *, course: Course, epochs: int) -> dict[str, Any]:
+    """The row of a contestant that trains several whole runs: ours in one process, the others in one for each seed."""
+    at_once = cores if CONTESTANTS[name][1](1)[0].kind == "process" else 1  # Flower's Ray does not share a machine
+    arrangement = CONTESTANTS[name][1](cores // at_once)[0]
+    groups = [range(course.seeds)] if name == "ours" else [range(seed, seed + 1) for seed in range(course.seeds)]
+    free = list(range(at_once))  # cores without a run
+
+    def whole_run(seeds: range) -> tuple[float, dict[str, float]]:
+        contestant = Contestant(name, arrangement, cores // at_once, course)
+        contestant.seeds, contestant.first_core = seeds, free.pop()
+        try:
+            began = time.perf_counter()
+            contestant.start(folder, data, epochs)
+            started = time.perf_counter() - began
+            contestant.ask(course.rounds)
+            contestant.test()
+            return started, contestant.tests[-1]
+        finally:
+            contestant.stop(patience=0)  # after the last test, its seconds are nobody's
+            free.append(contestant.first_core)
+
+    row: dict[str, Any] = {"cores": cores, "contestant": name, "arrangement": f"{len(groups)} x {arrangement}"}
+    row |= dict.fromkeys(("seconds", "start", "loss_after", "accuracy_after", "error"))
+    try:
+        interpreter(CONTESTANTS[name][0], folder)  # before the clock runs
+        began = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+            runs = list(pool.map(whole_run, groups))
+        row["seconds"] = time.perf_counter() - began
+    except FailedError as error:
+        return row | {"error": str(error)}
+    mean = lambda figure: statistics.mean(tested[figure] for _, tested in runs)
+    start = statistics.median(seconds for seconds, _ in runs)
+    return row | {"start": start, "loss_after": mean("loss"), "accuracy_after": mean("accuracy")}
+
+
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print a table; a contestant that failed shows its error."""
     text = lambda value: "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
@@ -481,7 +531,11 @@ def main(given: Sequence[str] | None = None) -> int:
         course = COURSES[arguments.course]
         write_data(data, course.classes)
         for cores in numbers:
-            new_rows = compete(names, cores, folder, data, course=course, epochs=epochs, repeats=repeats)
+            work = {"course": course, "epochs": epochs}
+            if course.seeds:
+                new_rows = [campaign(name, cores, folder, data, **work) for name in names]
+            else:
+                new_rows = compete(names, cores, folder, data, **work, repeats=repeats)
             show(new_rows)
             rows += new_rows
             if arguments.json:

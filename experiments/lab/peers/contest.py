@@ -33,6 +33,8 @@ class Job:
       processes: among which the clients of a round are shared.
       threads: of each process.
       variant: what else distinguishes the contestants of one driver.
+      seed: of the initial weights, the cohorts and the batches.
+      seeds: how many seeds, from this one on, the process trains one after another. Only ours trains more than one.
     """
 
     data: str
@@ -44,6 +46,8 @@ class Job:
     processes: int
     threads: int
     variant: str
+    seed: int
+    seeds: int
 
 
 def job() -> Job:

@@ -64,7 +64,7 @@ def main() -> None:
     folder, count = Path(tempfile.mkdtemp()), len(y)
     networks, clients = Networks(), Clients(folder, x, y)
     server = FedAvgBaseServerHandler(
-        networks, Name.LENET5, clients, 10**6, count, job.cohort / count, "cpu", job.batch, seed=0
+        networks, Name.LENET5, clients, 10**6, count, job.cohort / count, "cpu", job.batch, seed=job.seed
     )  # fmt: skip
     trainer = FedAvgProcessPoolClientTrainer(
         networks, Name.LENET5, folder, folder, clients, "cpu", count, job.epochs, job.batch, job.lr, 0, job.processes,

@@ -57,8 +57,8 @@ with fedjax.for_each_client_backend(job.variant):
         fedjax.ShuffleRepeatBatchHParams(batch_size=job.batch, num_epochs=job.epochs),
     )
 federated = fedjax.InMemoryFederatedData({client: {"x": x[client], "y": y[client]} for client in range(len(y))})
-sampler = fedjax.client_samplers.UniformGetClientSampler(federated, job.cohort, seed=0)
-state = algorithm.init(model.init(jax.random.PRNGKey(0)))
+sampler = fedjax.client_samplers.UniformGetClientSampler(federated, job.cohort, seed=job.seed)
+state = algorithm.init(model.init(jax.random.PRNGKey(job.seed)))
 
 
 def train(rounds: int) -> None:

@@ -1,7 +1,10 @@
 """This project's engine, as its users run it: CPU cores are devices, all rounds asked for in one call.
 
-FedAvg, or with the variant ``async`` FedBuff with 20 clients at the same simulated time.
+FedAvg, or with the variant ``async`` FedBuff with 20 clients at the same simulated time. Several seeds train one after
+another. They compile once, because a seed is an argument of the program.
 """
+
+import dataclasses
 
 import contest
 import jax
@@ -23,16 +26,22 @@ federated = fmr.data.federate(dataset, num_clients=0, partition="natural", seed=
 clock = {"mode": "async", "in_flight": 2 * job.cohort, "fleet": "lognormal"} if job.variant == "async" else {}
 config = fmr.Config(
     strategy="fedbuff" if clock else "fedavg", model="lenet5", clients=0, partition="natural", cohort=job.cohort,
-    lr=job.lr, momentum=job.momentum, local_epochs=job.epochs, batch_size=job.batch, rounds=1_000, **clock,
+    lr=job.lr, momentum=job.momentum, local_epochs=job.epochs, batch_size=job.batch, rounds=1_000,
+    seed=job.seed, **clock,
 )  # fmt: skip
-simulator = simulator_of(config, federated, build_model(config, dataset))
+model = build_model(config, dataset)
+simulator = simulator_of(config, federated, model)
 state = simulator.init()
 
 
 def train(rounds: int) -> None:
-    """Train so many rounds more."""
-    global state
+    """Train so many rounds more, then as many from each of the other seeds."""
+    global simulator, state
     state, _ = jax.block_until_ready(simulator.run(state, rounds))
+    for seed in range(job.seed + 1, job.seed + job.seeds):
+        test()
+        simulator = simulator_of(dataclasses.replace(config, seed=seed), federated, model)
+        state, _ = jax.block_until_ready(simulator.run(simulator.init(), rounds))
 
 
 def test() -> tuple[float, float]:

@@ -18,7 +18,7 @@ if job.processes > 1:
 x, y, test_x, test_y = contest.load(job)
 network = torch_parts.network()
 server = parameters_to_vector(network.parameters()).detach().clone()
-random = np.random.default_rng(0)  # the same cohorts in every process
+random = np.random.default_rng(job.seed)  # the same cohorts in every process
 
 
 def train(rounds: int) -> None:
