@@ -67,6 +67,18 @@ def test_a_part_that_dies_or_takes_too_long_loses_only_itself(parts, monkeypatch
     assert "the reason" in (parts / "gpu.log").read_text() and "== graphs:" in (parts / "gpu.txt").read_text()
 
 
+def test_the_same_call_again_runs_what_has_not_finished(parts, capsys):
+    gpu.main([f"--out={parts}", "--only=facts,correctness"])
+    before = recorded(parts)
+    (parts / "gpu.log").unlink()
+    assert gpu.main([f"--out={parts}", "--only=facts,correctness,graphs"]) == 1
+    assert recorded(parts)["facts"] == before["facts"] and recorded(parts)["graphs"]["ended"] == "finished"
+    assert "==== correctness" in (parts / "gpu.log").read_text() and "==== facts" not in (parts / "gpu.log").read_text()
+    assert "finished before" in capsys.readouterr().out
+    gpu.main([f"--out={parts}", "--only=facts", "--dry_run"])  # what a dry run has finished says nothing of a GPU
+    assert recorded(parts)["facts"]["rows"] == [{"part": "facts", "flags": ["--dry_run"]}]
+
+
 def running(process):
     state = Path(f"/proc/{process}/stat")
     return state.exists() and state.read_text().split()[2] != "Z"

@@ -1,6 +1,7 @@
 """Run the parts of ``gpu_parts.py``, each in a process of its own and for a limited time: the work of ``gpu.sh``.
 
 A part that dies or takes too long loses its remaining rows and nothing else. All parts together end before --minutes.
+Parts that have finished in --out are skipped.
 Exit code: 0 if every part finished, 1 if one did not, 2 for bad flags or where JAX finds no GPU.
 """
 
@@ -32,23 +33,28 @@ class Part(NamedTuple):
     xla_flags: str = ""
 
 
+AS_LENET5 = "as lenet5, and convolutions in fewer multiplications"
 GRAPHS = "LeNet-5, one of the settings of CUDA graphs in notebook/accelerators.md"
 PARTS = {  # the most important first: the last ones are lost if time runs out
     "facts": Part(60, "facts", "the device, the versions, the rates of large products and copies"),
     "correctness": Part(90, "correctness", "FedMR's evaluations on the GPU beside those on the CPU"),
     "lenet5": Part(100, "lenet5", "LeNet-5: images/s beside PyTorch, kernels beside the program compiled ahead"),
-    "cnn_mcmahan": Part(100, "cnn_mcmahan", "the same for McMahan's CNN"),
+    "cnn_mcmahan": Part(100, "cnn_mcmahan", f"{AS_LENET5}, for McMahan's CNN"),
+    "resnet20": Part(120, "resnet20", f"{AS_LENET5}, for ResNet-20"),
+    "blazefl": Part(60, "blazefl", "BlazeFL's benchmark: LeNet-5, five rounds of all 100 clients"),
+    "together": Part(90, "together", "1, 4 and 16 seeds in one program"),
     "race": Part(60, "race", "pfl-research's race (exp/pfl_race.flags), 100 rounds"),
-    "together": Part(90, "together", "1, 4 and 16 trials in one program"),
+    "vgg16": Part(150, "vgg16", f"{AS_LENET5}, for VGG-16"),
     "lanes": Part(90, "lanes", "LeNet-5 with 1, 2, 5 and 10 lanes"),
     "kernels": Part(90, "kernels", "the longest kernels of a local step of three networks"),
     "language": Part(120, "language", "tokens/s of LoRA over one SmolLM2 for 1, 8 and 32 clients, beside peft"),
-    "resnet20": Part(120, "resnet20", "as lenet5, for ResNet-20"),
-    "vgg16": Part(120, "vgg16", "as lenet5, for VGG-16"),
     "graphs": Part(30, "graphs", f"{GRAPHS}: XLA's default"),
     "graphs_small": Part(30, "graphs", f"{GRAPHS}: from two kernels on", "--xla_gpu_graph_min_graph_size=2"),
     "graphs_loops": Part(30, "graphs", f"{GRAPHS}: loops too", "--xla_gpu_enable_command_buffer=+WHILE"),
     "graphs_none": Part(30, "graphs", f"{GRAPHS}: none", "--xla_gpu_enable_command_buffer="),
+    "record": Part(
+        900, "record", "ResNet-20 on CIFAR-10, 500 rounds: three methods side by side, checkpoints in --out"
+    ),
 }
 
 Row = dict[str, Any]
@@ -57,15 +63,21 @@ Row = dict[str, Any]
 class Record:
     """The results of the parts that have ended, in ``gpu.json`` and ``gpu.txt``."""
 
-    def __init__(self, folder: Path) -> None:
-        """Create the folder."""
+    def __init__(self, folder: Path, *, dry_run: bool) -> None:
+        """Create the folder, or read what earlier calls have left there."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.parts: dict[str, Row] = {}
+        self.folder, self.dry_run = folder, dry_run
+        file = folder / "gpu.json"
+        self.parts: dict[str, Row] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+    def has(self, name: str) -> bool:
+        """Whether a part has finished, in a call of this kind."""
+        part = self.parts.get(name)
+        return part is not None and (part["ended"], part["dry_run"]) == ("finished", self.dry_run)
 
     def write(self, name: str, **facts: Any) -> None:
         """Replace the facts about a part."""
-        self.parts[name] = facts
+        self.parts[name] = facts | {"dry_run": self.dry_run}
         texts = {"gpu.json": json.dumps(self.parts, indent=1) + "\n", "gpu.txt": "\n".join(map(self.table, self.parts))}
         for file, text in texts.items():
             unfinished = self.folder / f"{file}.new"
@@ -160,7 +172,10 @@ def environment_of(options: argparse.Namespace, site: Path) -> dict[str, str]:
     """The environment variables of the parts: this checkout, the wheels, and memory for PyTorch on the same GPU."""
     paths = [str(HERE.parents[1]), str(HERE), str(site), os.environ.get("PYTHONPATH", "")]
     changes = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    changes["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several processes use the GPU, in turn
+    changes["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several processes use the GPU, in turn or at once
+    changes["GPU_OUT"] = str(options.out.resolve())
+    if options.data_dir:
+        changes["GPU_DATA"] = str(options.data_dir.resolve())
     if options.dry_run:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
         changes |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
@@ -179,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER", help="default: runs/gpu")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels of missing packages")
+    parser.add_argument("--data_dir", type=Path, metavar="FOLDER", help="holds CIFAR-10, for the part record")
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help="some parts (default: all)")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of all parts together (default: 9)")
     parser.add_argument(
@@ -191,7 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.minutes > 0:
         parser.error(f"--minutes={options.minutes}: must be above 0")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part in progress is ended
-    record, codes = Record(options.out.resolve()), []
+    record, codes = Record(options.out.resolve(), dry_run=options.dry_run), []
+    if before := [name for name in names if record.has(name)]:
+        print(f"finished before in {record.folder}: {', '.join(before)}")
+        names = [name for name in names if name not in before]
     factor = DRY_FACTOR if options.dry_run else 1
     deadline = started + factor * 60 * options.minutes - MARGIN
     with tempfile.TemporaryDirectory() as site:

@@ -52,7 +52,7 @@ class Sizes:
     product: int = 8192
     copied_bytes: int = 2**31
     correctness_rounds: int = 30
-    trials: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (4, 4))  # seeds and learning rates
+    trials: tuple[int, ...] = (1, 4, 16)  # seeds
     trial_rounds: int = 50
     lanes: tuple[int, ...] = (10, 5, 2, 1)
     kernels: int = 20
@@ -61,7 +61,7 @@ class Sizes:
 REAL = Sizes(dry=False)
 TINY = Sizes(
     dry=True, clients=2, samples=2, repeats=2, patience=1200.0, turn_seconds=0.0, product=64, copied_bytes=2**16,
-    correctness_rounds=2, trials=((1, 1), (1, 2)), trial_rounds=2, lanes=(2, 1),
+    correctness_rounds=2, trials=(1, 2), trial_rounds=2, lanes=(2, 1),
 )  # fmt: skip
 
 
@@ -248,7 +248,9 @@ def speed(name: str, emit: Emit, sizes: Sizes) -> None:
 
     started = time.monotonic()
     opponents, excuse = torch_opponents(name, sizes)  # they start while ours is compiled
-    ours = timed(name, sizes)
+    ours, filtered = timed(name, sizes), []
+    if name in benchmark.FILTERED:
+        filtered = [timed(name, sizes, title="ours, minimal filtering", convolution="minimal")]
     product = benchmark.Product(1, sizes.product)
     ready = []
     for opponent in opponents:
@@ -259,11 +261,11 @@ def speed(name: str, emit: Emit, sizes: Sizes) -> None:
             emit(**speed_row(name, opponent.name, error=" ".join(str(error).split())[:200] or "its process died"))
             opponent.kill()
     benchmark.PAUSE_SECONDS = 0.05  # enough for the queue of a GPU
-    benchmark.take_turns([product, ours, *ready], sizes.repeats, seconds=15)
+    benchmark.take_turns([product, ours, *filtered, *ready], sizes.repeats, seconds=15)
     for opponent in ready:
         opponent.stop()
     operations = 6 * multiply_adds(ours.model)
-    for contestant in (ours, *ready):
+    for contestant in (ours, *filtered, *ready):
         emit(
             **speed_row(
                 name,
@@ -272,7 +274,7 @@ def speed(name: str, emit: Emit, sizes: Sizes) -> None:
                 ours_over_it=ours.speed() / contestant.speed(),
                 share_of_limit=contestant.speed() * operations / product.rate(),
                 compile_seconds=getattr(contestant, "compile_seconds", None),
-                peak_GB=contestant.peak_memory_bytes / 1e9 if contestant is ours else None,
+                peak_GB=contestant.peak_memory_bytes / 1e9 if contestant not in ready else None,
             )
         )
     if excuse:
@@ -401,21 +403,85 @@ def race(emit: Emit, sizes: Sizes) -> None:
         emit(**row)
 
 
+def blazefl(emit: Emit, sizes: Sizes) -> None:
+    """Emit the seconds of BlazeFL's benchmark, and the published ones. Evaluations are included, compilation is not."""
+    import fedjax_mr as fmr
+    import peers
+
+    course, clients = peers.COURSES["blazefl"], 4 if sizes.dry else peers.CLIENTS
+    with tempfile.TemporaryDirectory() as folder:
+        peers.write_data(file := Path(folder, "images.npz"), course.classes)
+        with np.load(file) as images:
+            x, y = images["x"][:clients], images["y"][:clients]
+            test = images["test_x"], images["test_y"]
+        half, names = (0.5,) * 3, tuple(map(str, range(clients)))
+        of_client = np.repeat(np.arange(clients, dtype=np.int32), y.shape[1])
+        dataset = fmr.Dataset(
+            "synthetic", x.reshape(-1, *x.shape[2:]), y.reshape(-1), *test, 10, mean=half, std=half, client=of_client,
+            client_names=names,
+        )  # fmt: skip
+        config = fmr.Config(
+            strategy="fedavg", model="lenet5", partition="natural", clients=0, cohort=clients, batch_size=peers.BATCH,
+            local_epochs=1 if sizes.dry else peers.EPOCHS, lr=course.lr, momentum=course.momentum, rounds=5,
+            eval_every=1, devices=1, progress=False, run_dir=f"{folder}/run",
+        )  # fmt: skip
+        summary = fmr.run(config, dataset=dataset, record=False).summary
+    row = lambda engine, seconds, **values: emit(engine=engine, seconds=seconds, **values)
+    figures = {name: summary[name] for name in ("lanes", "compile_seconds", "accuracy_last")}
+    row("ours", summary["seconds"], **figures)
+    for engine, seconds in (("BlazeFL", 25), ("Flower", 65)):
+        row(f"{engine}, published, 16 workers on hardware that is not stated", seconds, **dict.fromkeys(figures))
+
+
+def record(emit: Emit, sizes: Sizes) -> None:
+    """Train the runs of the record that take seven hours each on two cores: three methods, a process each.
+
+    Emits the last evaluation of each run. The next call goes on from the checkpoints in the folder of ``gpu.sh``.
+
+    Raises:
+      SystemExit: a run failed.
+    """
+    from fedjax_mr.experiment.folder import read_rows
+
+    folder = Path(os.environ["GPU_OUT"], "record_dry" if sizes.dry else "record")
+    flags = ["--flagfile=exp/cifar10.flags", "--model=resnet20", "--fedmr_stage1_rounds=100", "--seeds=0"]
+    if sizes.dry:
+        flags = ["--flagfile=exp/quickstart.flags", "--rounds=2", "--local_epochs=1", "--seeds=0"]
+    elif data := os.environ.get("GPU_DATA"):
+        flags.append(f"--data_dir={data}")
+    command = [sys.executable, "-m", "fedjax_mr.sweep", f"--sweep_dir={folder}", "--devices=1", *flags]
+    runs = {name: subprocess.Popen([*command, f"--strategies={name}"]) for name in ("fedmr", "fedavg", "fedcross")}
+    shown: dict[Path, int] = {}
+
+    def show() -> None:
+        for file in folder.glob("*/metrics.jsonl"):
+            if (rows := read_rows(file.parent)) and rows[-1]["round"] >= shown.get(file, -1) + 50:
+                shown[file] = rows[-1]["round"]
+                names = ("round", "accuracy", "seconds")
+                emit(run=file.parent.name, **{name: rows[-1][name] for name in names})
+
+    while any(run.poll() is None for run in runs.values()):
+        time.sleep(1)
+        show()
+    if failed := [name for name, run in runs.items() if run.returncode]:
+        raise SystemExit(f"the run failed: {', '.join(failed)}")
+    for file in sorted(folder.glob("*/summary.json")):
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        names = ("accuracy_mean_last_10", "seconds_per_round", "images_per_second")
+        emit(run=file.parent.name, **{name: summary[name] for name in names})
+
+
 def together(emit: Emit, sizes: Sizes) -> None:
-    """Emit the seconds of several trials of the quickstart (seeds and learning rates) in one program."""
+    """Emit the seconds of several seeds of the quickstart in one program."""
     import fedjax_mr as fmr
     from fedjax_mr.experiment import config as configuration
 
     flags = ["--flagfile=exp/quickstart.flags", "--strategy=fedmr", "--devices=1", f"--rounds={sizes.trial_rounds}"]
     base = dataclasses.replace(configuration.parse(flags), eval_every=sizes.trial_rounds, progress=False)
     alone = None
-    for seeds, rates in sizes.trials:
+    for seeds in sizes.trials:
         with tempfile.TemporaryDirectory() as folder:
-            trials = [
-                dataclasses.replace(base, seed=seed, lr=base.lr / 2**rate, run_dir=f"{folder}/{seed}-{rate}")
-                for seed in range(seeds)
-                for rate in range(rates)
-            ]
+            trials = [dataclasses.replace(base, seed=seed, run_dir=f"{folder}/{seed}") for seed in range(seeds)]
             started = time.perf_counter()
             results = fmr.run_together(trials)
             wall = time.perf_counter() - started
@@ -426,9 +492,8 @@ def together(emit: Emit, sizes: Sizes) -> None:
         alone = alone or seconds
         emit(
             seeds=seeds,
-            rates=rates,
             ms_per_round=1e3 * seconds,
-            times_one_trial=seconds / alone,
+            times_one_seed=seconds / alone,
             images_per_second=statistics.fmean(summary["images_per_second"] for summary in summaries),
             compile_seconds=sum(summary["compile_seconds"] for summary in summaries),
             wall_seconds=wall,
@@ -462,6 +527,8 @@ PARTS: dict[str, Callable[[Emit, Sizes], None]] = {
     "correctness": correctness,
     **{name: functools.partial(speed, name) for name in ("lenet5", "cnn_mcmahan", "resnet20", "vgg16")},
     "race": race,
+    "blazefl": blazefl,
+    "record": record,
     "together": together,
     "lanes": lanes,
     "kernels": kernels,
@@ -481,7 +548,7 @@ def main() -> None:
         with options.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    if options.part != "correctness":  # its runs are processes of their own
+    if options.part not in ("correctness", "record"):  # their runs are processes of their own
         from fedjax_mr.engine.devices import set_up_jax
 
         set_up_jax(devices=1, cohort_size=1)
