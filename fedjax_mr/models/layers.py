@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_mr.errors import unknown_name
+from fedjax_mr.keys import threefry
 from fedjax_mr.models import platforms, windows
 
 Initializer = Callable[..., jax.Array]
@@ -183,18 +184,6 @@ def are_kept(probability: float, key: jax.Array, shape: Sequence[int]) -> jax.Ar
     number = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
     draws, _ = threefry(jax.random.key_data(key)[:2], (number, jnp.zeros_like(number)))
     return draws < jnp.uint32(min(round(probability * 2**32), 2**32 - 1))
-
-
-def threefry(key: jax.Array, block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011): two words for each block of two words, with a key [2]."""
-    keys = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
-    left, right = block[0] + keys[0], block[1] + keys[1]
-    for number in range(5):
-        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[number % 2]:
-            left = left + right
-            right = ((right << bits) | (right >> (32 - bits))) ^ left
-        left, right = left + keys[(number + 1) % 3], right + keys[(number + 2) % 3] + jnp.uint32(number + 1)
-    return left, right
 
 
 class BatchNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""Threefry-2x32 in Python: compiled programs call it, so they need not contain it. The bits are those of JAX.
+"""The hash of random keys in Python: compiled programs call it, so they need not contain it. The bits are those of JAX.
 
 JAX writes the hash out at every place where a program folds, splits or draws, which is a fourth of the time to compile
 a round of a small network. `tests/test_threefry.py` compares both.
@@ -13,30 +13,12 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import mlir
 
+from fedjax_mr.keys import threefry
+
 NAME = "fedjax_mr_threefry2x32"
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-MASK = 0xFFFFFFFF
 FEW = 8  # words that Python hashes sooner one by one than NumPy does all at once
 MOST_KEPT, MOST_KEPT_WORDS = 50_000, 256  # results, and words of each: tests compute many rounds several times
 MANY = 2**14  # words at a time, so that what NumPy computes in between stays in the cache
-
-
-def threefry(key, counter):
-    """The hash of a counter of two words by a key of two words (Salmon et al. 2011), in 20 rounds.
-
-    Words have 32 bits; they are integers, or arrays of ``uint32`` of NumPy or JAX.
-    """
-    mask = MASK if isinstance(key[0], int) else np.uint32(MASK)
-    schedule = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
-    one, other = counter[0] + schedule[0], counter[1] + schedule[1] & mask
-    for group in range(5):
-        for rotation in ROTATIONS[group % 2]:
-            one = one + other  # an integer keeps its carry until the end
-            other = (other << rotation | other >> 32 - rotation) ^ one
-            other = other & mask
-        one = one + schedule[(group + 1) % 3]
-        other = other + schedule[(group + 2) % 3] + (group + 1) & mask
-    return one & mask, other
 
 
 kept = {}  # bytes of four arguments -> those of the two results

@@ -11,6 +11,7 @@ from jax.extend.random import threefry_2x32
 from numpy.testing import assert_allclose, assert_array_equal
 
 from fedjax_mr.errors import UserError
+from fedjax_mr.keys import threefry
 from fedjax_mr.models import layers, platforms, windows
 from fedjax_mr.testing.federations import numbers_like
 
@@ -248,10 +249,10 @@ def test_the_gradient_of_a_kernel_is_not_computed_from_transposed_sequences():
 
 def test_dropout_draws_the_blocks_of_threefry():
     key, count = jax.random.key(3), np.arange(24, dtype=np.uint32)
-    words = layers.threefry(jax.random.key_data(key), (count, count + np.uint32(24)))
+    words = threefry(jax.random.key_data(key), (count, count + np.uint32(24)))
     expected = threefry_2x32(jax.random.key_data(key), np.arange(48, dtype=np.uint32))
     assert_array_equal(np.concatenate(words), expected)
-    first = layers.threefry(jax.random.key_data(key), (count, np.zeros_like(count)))[0]
+    first = threefry(jax.random.key_data(key), (count, np.zeros_like(count)))[0]
     assert_array_equal(layers.are_kept(0.75, key, (2, 3, 4)), (np.asarray(first) < 0.75 * 2**32).reshape(2, 3, 4))
 
 
