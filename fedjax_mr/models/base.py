@@ -260,10 +260,6 @@ class Model:
         x = jax.ShapeDtypeStruct((1, *self.input_shape), self.input_dtype)
         return self._shapes("logits", lambda: jax.eval_shape(self.apply, self.shapes(), x)).shape[1:]
 
-    def num_outputs(self) -> int:
-        """C, the size of the last axis of the output."""
-        return self.output_shape()[-1]
-
     def _shapes(self, name: str, function: Callable[[], Any]) -> Any:
         # Models that are derived from one another share what is known, and may differ in shapes, such as ranks.
         key = name, jax.tree.structure(self), tuple(map(np.shape, jax.tree.leaves(self)))
