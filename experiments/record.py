@@ -10,7 +10,7 @@ python experiments/record.py --help                     # all commands
 
 import sys
 
-from fedjax_mr.experiment import interrupts
+from fedjax_mr.terminal import interrupts
 from record.command import main  # the package record/ beside this file
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.clock.asynchronous import STALENESS, StalenessRow
 from fedjax_mr.clock.fleet import FLEETS, Fleet, FleetRow
 from fedjax_mr.compare import Comparison, compare
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.loggers import LOGGERS
 from fedjax_mr.data import SOURCES, Dataset, FederatedData, Source
 from fedjax_mr.data.augment import AUGMENTATIONS, Augmentation
 from fedjax_mr.data.partition import PARTITIONS, Partitioner
@@ -16,10 +18,8 @@ from fedjax_mr.data.sources.table import from_table
 from fedjax_mr.data.sources.text import from_texts
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import DivergedError, Interrupted, UserError
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.load import SavedRun, load
-from fedjax_mr.experiment.loggers import LOGGERS
 from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.experiment.trials import run_together

@@ -7,9 +7,11 @@ run). A text ends after --tokens, or at the first special token.
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr.experiment import imports, interrupts, of_run
-from fedjax_mr.experiment.commands import exit_code
-from fedjax_mr.experiment.messages import flags_in_errors
+from fedjax_mr.config import imports
+from fedjax_mr.experiment import of_run
+from fedjax_mr.terminal import interrupts
+from fedjax_mr.terminal.commands import exit_code
+from fedjax_mr.terminal.messages import flags_in_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

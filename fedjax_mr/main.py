@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr.experiment import commands, config, imports, interrupts, manual
-from fedjax_mr.experiment.messages import flags_in_errors
+from fedjax_mr.config import config, imports
 from fedjax_mr.experiment.processes import leave
 from fedjax_mr.experiment.report import summary_table
 from fedjax_mr.experiment.run import run
+from fedjax_mr.terminal import commands, interrupts, manual
+from fedjax_mr.terminal.messages import flags_in_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

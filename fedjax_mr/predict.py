@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from fedjax_mr import files
+from fedjax_mr.config import imports
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports, interrupts, of_run
-from fedjax_mr.experiment.commands import exit_code
-from fedjax_mr.experiment.messages import flags_in_errors
+from fedjax_mr.experiment import of_run
+from fedjax_mr.terminal import interrupts
+from fedjax_mr.terminal.commands import exit_code
+from fedjax_mr.terminal.messages import flags_in_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

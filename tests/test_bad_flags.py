@@ -4,15 +4,15 @@ import jax
 import pytest
 
 from fedjax_mr import models
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import settings
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.settings import DEEPEST_FLAG_FILES
 from fedjax_mr.engine.devices import memory_errors
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import settings
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
-from fedjax_mr.experiment.settings import DEEPEST_FLAG_FILES
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.terminal.messages import flags_in_errors
 
 EVERY = {
     setting.flag: setting

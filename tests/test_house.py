@@ -22,7 +22,7 @@ import fedjax_mr as fmr
 from fedjax_mr import sweep
 from fedjax_mr.analysis import papers
 from fedjax_mr.analysis.__main__ import COMMANDS
-from fedjax_mr.experiment import config
+from fedjax_mr.config import config
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.strategies import STRATEGIES, Row, by_group
 
@@ -47,33 +47,37 @@ LIBRARY = {
     "plots": set(),
 }
 # Downwards only; a room may use its own files. The longest name that fits a module counts.
+RUN = {"config", "experiment", "results", "terminal"}  # what a run is, does and leaves, and what its commands share
 LABORATORY = {
     "__init__": {"api"},
-    "api": {"compare", "experiment", "whatif"},
-    "main": {"experiment"},
-    "export": {"experiment"},
-    "generate": {"experiment"},
-    "predict": {"experiment"},
-    "experiment": {"plots"},
-    "analysis": {"experiment", "plots"},
-    "sweep": {"experiment"},
-    "sweep.__main__": {"analysis", "experiment", "sweep"},
-    "tune": {"analysis", "experiment", "sweep"},
-    "compare": {"analysis", "experiment", "sweep"},
-    "whatif": {"experiment", "plots"},
-    "whatif.__main__": {"experiment", "sweep.grids", "whatif"},  # the form of --seeds
-    "deploy": {"experiment"},
-    "testing": {"deploy", "experiment"},  # its fake messages of real clients
+    "api": {"compare", "whatif"} | RUN,
+    "main": RUN,
+    "export": RUN,
+    "generate": RUN,
+    "predict": RUN,
+    "results": set(),
+    "config": {"results"},
+    "terminal": {"config", "results"},
+    "experiment": {"config", "plots", "results", "terminal"},
+    "analysis": {"plots"} | RUN,
+    "sweep": RUN,
+    "sweep.__main__": {"analysis", "sweep"} | RUN,
+    "tune": {"analysis", "sweep"} | RUN,
+    "compare": {"analysis", "sweep"} | RUN,
+    "whatif": {"plots"} | RUN,
+    "whatif.__main__": {"sweep.grids", "whatif"} | RUN,  # the form of --seeds
+    "deploy": RUN,
+    "testing": {"deploy"} | RUN,  # its fake messages of real clients
 }
 ROOMS_OF_THE_LIBRARY = {"channel", "client", "clock", "data", "engine", "models", "secure", "strategies", "tasks"}
 MAY_IMPORT = LIBRARY | {name: rooms | ROOMS_OF_THE_LIBRARY for name, rooms in LABORATORY.items()}
 # The command of a room of the library (its __main__) belongs to the laboratory.
-COMMANDS_OF_ROOMS = {"plots", "experiment"}
+COMMANDS_OF_ROOMS = {"plots"} | RUN
 ONLY_IN = {
     "matplotlib": {"plots"},
     "orbax": {"experiment.checkpoint"},
     "tensorflow_datasets": {"data.sources.tfds"},
-    "absl.flags": {"experiment.settings"},
+    "absl.flags": {"config.settings"},
     "pandas": {"analysis.frames"},
     "cryptography": {"secure.primitives"},
     "flwr": {"deploy.flower"},

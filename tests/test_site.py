@@ -13,8 +13,9 @@ import pytest
 from fedjax_mr import sweep, tune
 from fedjax_mr.analysis.__main__ import COMMANDS
 from fedjax_mr.compare import __main__ as compare
-from fedjax_mr.experiment import config, manual
+from fedjax_mr.config import config
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.terminal import manual
 from fedjax_mr.whatif import __main__ as whatif
 
 ROOT = Path(__file__).parent.parent

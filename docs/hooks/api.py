@@ -74,7 +74,7 @@ PARTS = {
             [
                 "fedjax_mr.experiment.run.run",
                 "fedjax_mr.experiment.trials.run_together",
-                "fedjax_mr.experiment.config.Config",
+                "fedjax_mr.config.config.Config",
                 "fedjax_mr.experiment.experiment.Result",
                 "fedjax_mr.experiment.load.load",
                 "fedjax_mr.experiment.load.SavedRun",

@@ -2,7 +2,7 @@
 
 import drawings
 
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.config import config as configuration
 from fedjax_mr.experiment.federation import federated_data
 
 CLIENTS = 20

@@ -13,10 +13,10 @@ from fedjax_mr.analysis import papers, tables
 from fedjax_mr.analysis.groups import Index, Statistic, by_seed
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import RunRecord
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import kept as tables_of_runs
-from fedjax_mr.experiment import titles
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import titles
+from fedjax_mr.config.config import Config
+from fedjax_mr.results import kept as tables_of_runs
 from fedjax_mr.tasks import Metric
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"

@@ -15,7 +15,7 @@ import yaml
 from mkdocs.exceptions import PluginError
 
 from fedjax_mr.analysis import tables
-from fedjax_mr.experiment import settings
+from fedjax_mr.config import settings
 from fedjax_mr.strategies import STRATEGIES, by_group
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_mr import trees
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.engine import round as one_round
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model, simulator_of
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.traffic import usual_traffic

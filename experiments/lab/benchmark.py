@@ -55,12 +55,12 @@ import peers
 import products
 import start
 from fedjax_mr.client.samples import Samples
+from fedjax_mr.config import config as configuration
 from fedjax_mr.engine.clients import assign, client_axis
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.engine.program import compile_seconds
 from fedjax_mr.engine.simulator import normalised
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.experiment import peak_memory_bytes
 from fedjax_mr.experiment.federation import federated_data

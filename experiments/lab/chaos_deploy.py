@@ -19,11 +19,11 @@ import numpy as np
 
 from chaos_messages import ODD
 from chaos_runs import World, Wrong
+from fedjax_mr.config import config as configuration
 from fedjax_mr.deploy import client, flower, protocol, relay, server, transport
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
 from fedjax_mr.deploy.samples import ServerSamples, divide
 from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.testing.messages import Fault, fake_messenger

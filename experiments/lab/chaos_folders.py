@@ -22,8 +22,8 @@ from chaos_runs import (
 )
 from fedjax_mr import export, main
 from fedjax_mr.analysis import __main__ as analysis
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.folder import CONTENTS
+from fedjax_mr.terminal import interrupts
 
 LINKS = (*CONTENTS, f"checkpoints/{ROUNDS - 1}", "info/3.npz", "imports/own.py", ".lock")
 DIGITS = ("metrics.jsonl", "summary.json", "config.json", "samples.json")

@@ -20,9 +20,9 @@ import numpy as np
 from chaos_runs import PATIENCE, ROUNDS, Ended, World, Wrong, require_one_line, settings, stopped
 from fedjax_mr import main
 from fedjax_mr.analysis import __main__ as analysis
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.settings import Setting, settings_of
 from fedjax_mr.experiment.checkpoint import MANIFEST
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.settings import Setting, settings_of
 from fedjax_mr.strategies import STRATEGIES
 
 IN_PROCESS = PATIENCE  # seconds after which a command in this process hangs

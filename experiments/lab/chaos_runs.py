@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_mr import main
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints
 from fedjax_mr.experiment.folder import read_rows, saved_round
 from fedjax_mr.strategies import STRATEGIES, on_any_network
+from fedjax_mr.terminal import interrupts
 
 ROUNDS = 16
 PATIENCE = 1800  # seconds after which a process hangs; on a busy machine a run takes many times longer

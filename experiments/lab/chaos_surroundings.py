@@ -14,7 +14,7 @@ from typing import Any
 
 from chaos_runs import PATIENCE, ROUNDS, Ended, World, Wrong, require_bits, settings
 from fedjax_mr.experiment.folder import run_state, saved_round
-from fedjax_mr.experiment.locks import is_taken
+from fedjax_mr.results.locks import is_taken
 
 STRANGER = 54321  # a user without an entry in the user database
 SETPRIV, RMDIR = shutil.which("setpriv"), shutil.which("rmdir")  # a trial may take PATH away

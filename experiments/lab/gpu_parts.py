@@ -474,7 +474,7 @@ def record(emit: Emit, sizes: Sizes) -> None:
 def together(emit: Emit, sizes: Sizes) -> None:
     """Emit the seconds of several seeds of the quickstart in one program."""
     import fedjax_mr as fmr
-    from fedjax_mr.experiment import config as configuration
+    from fedjax_mr.config import config as configuration
 
     flags = ["--flagfile=exp/quickstart.flags", "--strategy=fedmr", "--devices=1", f"--rounds={sizes.trial_rounds}"]
     base = dataclasses.replace(configuration.parse(flags), eval_every=sizes.trial_rounds, progress=False)

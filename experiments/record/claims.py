@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from fedjax_mr.analysis import groups, tables
 from fedjax_mr.analysis.paired import LEVEL, Difference, difference, holm
 from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.config import titles
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import kept, titles
+from fedjax_mr.results import kept
 
 POINTS = 1.5  # margin: two settings are as good as each other if their means differ by less
 

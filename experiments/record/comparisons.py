@@ -18,9 +18,9 @@ from fedjax_mr.analysis.paired import LEVEL, Difference, difference
 from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.analysis.tables import USUAL_ROUNDS
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import titles
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import titles
+from fedjax_mr.config.config import Config
 from fedjax_mr.experiment.report import summarise
 from record import claims
 from record.claims import POINTS, verdicts

@@ -3,7 +3,7 @@
 The verdicts are those of `claims`, corrected for the comparisons of this table.
 """
 
-from fedjax_mr.experiment import titles
+from fedjax_mr.config import titles
 from record import claims
 from record.claims import Chosen, Claim
 from record.comparisons import Record

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from fedjax_mr.analysis import tables
 from fedjax_mr.analysis.groups import Index, Statistic, by_seed
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from record import documents
 
 LINES = re.compile(r"^# Measured:.*(?:\n# .*)*", re.MULTILINE)  # up to the first line that is no comment

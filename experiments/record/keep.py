@@ -14,10 +14,10 @@ from typing import Any
 from fedjax_mr import files, untrusted
 from fedjax_mr.analysis import groups
 from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import kept
-from fedjax_mr.experiment.kept import KeptRun
+from fedjax_mr.results import kept
+from fedjax_mr.results.kept import KeptRun
 from record import documents
 
 

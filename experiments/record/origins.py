@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from fedjax_mr.analysis import runs, tables
+from fedjax_mr.config import config as configuration
 from fedjax_mr.engine.round import SERVER
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.keys import random_key

@@ -21,7 +21,7 @@ from pathlib import Path
 from fedjax_mr import files
 from fedjax_mr.analysis import table as accuracies
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import kept
+from fedjax_mr.results import kept
 from record import comparisons, conditions, documents, headers, tuning
 from record.comparisons import Record
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from fedjax_mr.analysis import groups, tables
 from fedjax_mr.analysis.paired import LEVEL, difference
 from fedjax_mr.analysis.runs import RunRecord
-from fedjax_mr.experiment import kept, titles
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config import titles
+from fedjax_mr.config.config import Config
+from fedjax_mr.results import kept
 from record import comparisons
 from record.comparisons import ONE_SETTING, Comparison, Record
 

@@ -43,10 +43,10 @@ from fedjax_mr.channel import accounting, channel, links, privacy
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.rounds import TrialRounds
 from fedjax_mr.engine.simulator import Simulator
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.keys import random_key
 from fedjax_mr.settings import bind, field
 from fedjax_mr.strategies import STRATEGIES
+from fedjax_mr.terminal import interrupts
 
 CLIENTS, CANARY, ROUNDS = 5, 0, 10
 CLIP, NOISE, DELTA = 0.1, 6.0, 1e-5

@@ -18,8 +18,8 @@ from typing import Any
 import fedjax_mr as fmr
 from fedjax_mr.analysis import command, tables
 from fedjax_mr.analysis.paired import BETTER, EQUAL, WORSE
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.folder import read_summary, run_state
+from fedjax_mr.terminal import interrupts
 
 START: dict[str, Any] = {
     "strategy": "fedavg", "rounds": 60, "eval_every": 2, "local_epochs": 1, "model": "mlp", "devices": 1,

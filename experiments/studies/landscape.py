@@ -30,12 +30,13 @@ from fedjax_mr import files, plots, trees
 from fedjax_mr.analysis import command, runs, tables
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import Samples, gather
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import titles
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts, titles
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, Variables
+from fedjax_mr.terminal import interrupts
 
 SHARPNESS = "sharpness.json"  # results by `configuration.portable_name` of the run
 BATCH = 500  # samples per step of the loss

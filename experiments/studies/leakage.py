@@ -47,6 +47,7 @@ from fedjax_mr import files, trees
 from fedjax_mr.analysis import command, runs, tables
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import Samples, gather
+from fedjax_mr.config import config as configuration
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.clients import positions
 from fedjax_mr.engine.program import Program
@@ -66,14 +67,13 @@ from fedjax_mr.engine.round import (
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import REAL_CLIENTS, require_same_data
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.interface import Payload
+from fedjax_mr.terminal import interrupts
 
 RESULTS = "leakage.json"  # results by `configuration.portable_name` of the run
 COLUMNS = 8  # images per row of the picture

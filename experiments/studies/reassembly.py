@@ -16,14 +16,14 @@ import numpy as np
 
 import block_plots
 from fedjax_mr.analysis import command, runs, tables
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import read_info
 from fedjax_mr.keys import random_key
 from fedjax_mr.strategies.pfedhr import strategy as pfedhr
 from fedjax_mr.strategies.pfedhr.strategy import Account
+from fedjax_mr.terminal import interrupts
 
 Strip = list[tuple[int, int, bool]]
 """Blocks in order: owner, place in the owner's network, and whether the block is dense."""

@@ -17,11 +17,11 @@ import numpy as np
 
 import fedjax_mr as fmr
 from fedjax_mr.analysis import command
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.pretrained import tokenizer_of
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.tasks.language import IGNORED, token_losses
+from fedjax_mr.terminal import interrupts
 
 BATCH = 8
 

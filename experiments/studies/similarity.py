@@ -16,10 +16,11 @@ import numpy as np
 
 from fedjax_mr import plots
 from fedjax_mr.analysis import command, runs, tables
+from fedjax_mr.config import titles
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import interrupts, titles
 from fedjax_mr.models import Variables
 from fedjax_mr.models.base import Layer
+from fedjax_mr.terminal import interrupts
 
 GROUP = 5  # tensors, in the authors' code
 LABELS = {"cosine": "mean pairwise cosine", "authors": "similarity as in the authors' code"}

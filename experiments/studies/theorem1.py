@@ -48,10 +48,10 @@ from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Federation, RunConstants
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy
+from fedjax_mr.terminal import interrupts
 
 BLOCKS = 5  # tensors that the vector w is cut into; FedMR exchanges them one by one
 

@@ -56,8 +56,8 @@ from fedjax_mr.engine.round import Progress, RunConstants
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.simulator import Simulator, normalised
 from fedjax_mr.engine.trials import OneTrial, of_coalition
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.keys import random_key
+from fedjax_mr.terminal import interrupts
 
 CLIENTS, FORGOTTEN, TARGET, SEEDS = 5, 0, 0, (0, 1, 2)
 ROUNDS, AFTERWARDS = 30, 7

@@ -26,7 +26,7 @@ import numpy as np
 import fedjax_mr as fmr
 from fedjax_mr.analysis import command
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import interrupts
+from fedjax_mr.terminal import interrupts
 from fedjax_mr.whatif import WhatIf
 from fedjax_mr.whatif.contributions import rank_correlation
 

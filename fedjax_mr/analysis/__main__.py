@@ -9,8 +9,8 @@ from typing import Any
 
 from fedjax_mr.analysis import best, clients, command, curves, mixing, report, seconds, spread, table, timeline
 from fedjax_mr.errors import unknown_name
-from fedjax_mr.experiment import interrupts
-from fedjax_mr.experiment.commands import exit_code
+from fedjax_mr.terminal import interrupts
+from fedjax_mr.terminal.commands import exit_code
 
 PROGRAM = "python -m fedjax_mr.analysis"
 COMMANDS: dict[str, Any] = {

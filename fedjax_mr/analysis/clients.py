@@ -20,10 +20,10 @@ from fedjax_mr.analysis import runs, tables
 from fedjax_mr.client import local
 from fedjax_mr.client.local import Score
 from fedjax_mr.client.samples import one_client
+from fedjax_mr.config import titles
 from fedjax_mr.engine.personal import worst_tenth
 from fedjax_mr.engine.simulator import normalised
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.folder import read_clients
 from fedjax_mr.models import Variables
 

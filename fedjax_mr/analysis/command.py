@@ -5,9 +5,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
+from fedjax_mr.config import imports
 from fedjax_mr.errors import UserError, usual_arithmetic
-from fedjax_mr.experiment import commands, imports
-from fedjax_mr.experiment.messages import flags_in_errors
+from fedjax_mr.terminal import commands
+from fedjax_mr.terminal.messages import flags_in_errors
 
 
 class Command(Protocol):

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from fedjax_mr import registry
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import titles
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import kept, titles
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import STATES
+from fedjax_mr.results import kept
 from fedjax_mr.tasks import Metric
 
 VALIDATION, VALIDATION_LOSS = "validation_", "validation_loss"  # the first one goes on with the first metric

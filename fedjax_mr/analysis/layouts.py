@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from fedjax_mr.analysis import groups, papers, tables
 from fedjax_mr.analysis.tables import Line
+from fedjax_mr.config import titles
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.report import last_evaluations
 
 VALUES = {

@@ -9,9 +9,9 @@ import numpy as np
 from fedjax_mr import plots
 from fedjax_mr.analysis import groups, runs
 from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import titles
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import titles
 from fedjax_mr.tasks import METRICS
 
 LABELS = {

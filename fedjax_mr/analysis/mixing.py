@@ -29,8 +29,8 @@ import numpy as np
 from fedjax_mr.analysis import runs, tables
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.channel.base import upload_shapes
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Variables
 from fedjax_mr.settings import bind

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 
 TABLES = Path(__file__).parents[1] / "exp" / "paper_tables.csv"
 

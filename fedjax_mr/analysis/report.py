@@ -25,9 +25,10 @@ import fedjax_mr
 from fedjax_mr import files, plots, untrusted
 from fedjax_mr.analysis import groups, ledger, live, runs, tables, verdicts
 from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.config import titles
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import kept, titles
 from fedjax_mr.experiment.folder import read_clients
+from fedjax_mr.results import kept
 
 PAGE = Path(__file__).with_name("report.html")
 LIBRARY = "package_data/plotly.min.js"  # in the package plotly

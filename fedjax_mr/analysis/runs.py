@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_mr import files, plots
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import titles
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import kept, titles
 from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import RUNS, MetricsRow, read_rows, read_summary, require_same_data, run_state
-from fedjax_mr.experiment.rows import metric_of
 from fedjax_mr.models import Model, Variables
+from fedjax_mr.results import kept
+from fedjax_mr.results.rows import metric_of
 from fedjax_mr.tasks import Metric
 
 

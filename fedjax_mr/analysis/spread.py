@@ -12,8 +12,8 @@ import numpy as np
 
 from fedjax_mr import plots
 from fedjax_mr.analysis import runs, tables
+from fedjax_mr.config import titles
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import titles
 from fedjax_mr.models import Variables
 from fedjax_mr.models.base import Layer
 

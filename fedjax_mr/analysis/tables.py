@@ -19,7 +19,7 @@ from fedjax_mr.analysis.papers import Published
 from fedjax_mr.analysis.runs import RunRecord, bytes_sent
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.report import LAST, last_evaluations, summarise
-from fedjax_mr.experiment.rows import best_row, metric_of
+from fedjax_mr.results.rows import best_row, metric_of
 from fedjax_mr.tasks import METRICS, Metric
 
 USUAL_ROUNDS = 500  # of our flag files; the papers state none

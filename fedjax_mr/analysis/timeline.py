@@ -11,10 +11,10 @@ import numpy as np
 from fedjax_mr import plots
 from fedjax_mr.analysis import runs
 from fedjax_mr.clock.schedule import Events
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import titles
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.simulated_time import Devices, devices_of, events_of

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from fedjax_mr.analysis import groups, paired
 from fedjax_mr.analysis.paired import ALPHA, BETTER, EQUAL, UNDECIDED, WORSE, Verdict
 from fedjax_mr.analysis.tables import Line
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.settings import settings_of
 from fedjax_mr.errors import unknown_name
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.tasks import METRICS, Metric
 
 PROBLEM = tuple(

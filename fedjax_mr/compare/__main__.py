@@ -11,16 +11,17 @@ from fedjax_mr.analysis.ledger import BUDGETS, replay
 from fedjax_mr.analysis.paired import ALPHA
 from fedjax_mr.compare.train import BLOCK, MOST_SEEDS, UNTIL, compare
 from fedjax_mr.compare.tuned import Tuned
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import commands, imports, interrupts
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import unequal_shares
 from fedjax_mr.settings import field
 from fedjax_mr.sweep import PlannedRun, grids
 from fedjax_mr.sweep.plan import Training, plan_run
 from fedjax_mr.sweep.trainer import RunTrainer
+from fedjax_mr.terminal import commands, interrupts
+from fedjax_mr.terminal.messages import flags_in_errors
 
 COMMAND = "python -m fedjax_mr.compare"
 USAGE = f"""usage: {COMMAND} --strategies=NAMES [--flag=value ...] [--flagfile=FILE ...]

@@ -7,10 +7,10 @@ from typing import Any
 
 from fedjax_mr.analysis import verdicts
 from fedjax_mr.analysis.ledger import BUDGETS
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import titles
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import titles
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.sweep import PlannedRun
 
 

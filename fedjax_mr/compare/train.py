@@ -17,21 +17,21 @@ from fedjax_mr.analysis.paired import ALPHA, UNDECIDED
 from fedjax_mr.analysis.runs import bytes_sent
 from fedjax_mr.compare import methods as contenders
 from fedjax_mr.compare.methods import Method
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import DivergedError, UserError, unknown_name
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import versions
 from fedjax_mr.experiment.folder import is_leftover, run_state
 from fedjax_mr.experiment.report import LAST
 from fedjax_mr.experiment.resolve import resolve
-from fedjax_mr.experiment.rows import MetricsRow, metric_of, read_rows
 from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.trials import run_together
+from fedjax_mr.results.rows import MetricsRow, metric_of, read_rows
 from fedjax_mr.settings import LARGEST_INT32
 from fedjax_mr.sweep import PlannedRun
 from fedjax_mr.sweep.runs import batches
 from fedjax_mr.sweep.together import pays
+from fedjax_mr.terminal import interrupts
 
 BLOCK, MOST_SEEDS = 5, 30
 UNTIL = ("decided", "budget")

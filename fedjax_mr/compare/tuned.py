@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_mr import files, untrusted
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 
 
 class Tuned(NamedTuple):

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_mr import plots
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports, titles
 from fedjax_mr.data import partition_file
 from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.partition_table import partition_table
 from fedjax_mr.data.sources import text, tfds
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, interrupts, titles
-from fedjax_mr.experiment.commands import exit_code
 from fedjax_mr.experiment.federation import federated_data
-from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import public_share, resolve
+from fedjax_mr.terminal import interrupts
+from fedjax_mr.terminal.commands import exit_code
+from fedjax_mr.terminal.messages import flags_in_errors
 
 PARTITIONS_FOLDER = "runs/data"  # the folder of partitions without --run_dir
 USAGE = f"""usage: python -m fedjax_mr.data [--flag=value ...]

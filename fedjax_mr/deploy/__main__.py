@@ -11,17 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedjax_mr import files
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.settings import help_of, settings_of
 from fedjax_mr.deploy import check, keys, protocol, samples
 from fedjax_mr.deploy.server import ServerOptions, check_deployable
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, interrupts
-from fedjax_mr.experiment.commands import exit_code
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
-from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
-from fedjax_mr.experiment.settings import help_of, settings_of
+from fedjax_mr.terminal import interrupts
+from fedjax_mr.terminal.commands import exit_code
+from fedjax_mr.terminal.messages import flags_in_errors
 
 COMMAND = "python -m fedjax_mr.deploy"
 USAGE = f"""usage: {COMMAND} new FOLDER [--flag=value ...] [--flagfile=FILE ...]

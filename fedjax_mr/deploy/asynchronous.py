@@ -21,13 +21,13 @@ import numpy as np
 from fedjax_mr import files, untrusted
 from fedjax_mr.clock import Events, Schedule
 from fedjax_mr.clock.asynchronous import VERSION
+from fedjax_mr.config.config import Config
 from fedjax_mr.deploy import wire
 from fedjax_mr.deploy.client_manager import ClientManager
 from fedjax_mr.deploy.protocol import RemoteData
 from fedjax_mr.deploy.remote import RemoteClients
 from fedjax_mr.engine.round import ClientRow, CohortPlan
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import keeps_validation, needs_tests_of_clients
 from fedjax_mr.experiment.folder import ARRIVALS
 from fedjax_mr.experiment.simulated_time import events_of

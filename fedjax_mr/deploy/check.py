@@ -22,11 +22,11 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.channel import compression
+from fedjax_mr.config import config as configuration
 from fedjax_mr.deploy.protocol import common_versions, digest, disagreement, trusted_flags
 from fedjax_mr.deploy.samples import ClientSamples, ServerSamples, is_table
 from fedjax_mr.deploy.server import check_deployable
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.keys import random_key
 from fedjax_mr.secure.envelopes import Identity, read_roster
 

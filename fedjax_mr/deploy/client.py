@@ -22,6 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_mr.client.samples import ClientData, Samples, one_client
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports
+from fedjax_mr.config.config import Config
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.deploy import protocol, relay, wire
 from fedjax_mr.deploy.protocol import Member, RemoteData, RunManifest
@@ -34,10 +37,7 @@ from fedjax_mr.engine.personal import part_of, test_client
 from fedjax_mr.engine.round import dispatch
 from fedjax_mr.engine.simulator import normalised, problem_of
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.architectures import architectures as architectures_of
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import local_setting, strategy_of
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.keys import key_from_data, random_key

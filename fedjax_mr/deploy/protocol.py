@@ -14,6 +14,9 @@ import jax
 import numpy as np
 
 from fedjax_mr import untrusted
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import FederatedData
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.data.federated import PartitionPlan, consecutive
@@ -21,10 +24,7 @@ from fedjax_mr.deploy.samples import ServerSamples, checked_samples
 from fedjax_mr.deploy.wire import Content
 from fedjax_mr.engine.devices import settings_of_numbers
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.build import build_model
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import versions
 from fedjax_mr.models import Model, parts
 from fedjax_mr.tasks import with_metrics

@@ -12,6 +12,7 @@ import numpy as np
 from fedjax_mr import trees
 from fedjax_mr.client.local import score_outputs
 from fedjax_mr.clock.deadline import means
+from fedjax_mr.config.config import Config
 from fedjax_mr.deploy import relay, wire
 from fedjax_mr.deploy.client_manager import ClientManager
 from fedjax_mr.deploy.protocol import RemoteData
@@ -35,7 +36,6 @@ from fedjax_mr.engine.round import (
 )
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import simulator_of
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import Chosen, build_chosen, strategy_of
 from fedjax_mr.models import Model
 from fedjax_mr.settings import LARGEST_INT32

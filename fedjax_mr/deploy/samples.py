@@ -22,6 +22,7 @@ import numpy as np
 from absl import logging
 
 from fedjax_mr import files
+from fedjax_mr.config.config import Config, settings_of_row
 from fedjax_mr.data import FederatedData, columns, from_arrays, from_table, npz
 from fedjax_mr.data.columns import Columns
 from fedjax_mr.data.facts import Facts
@@ -29,7 +30,6 @@ from fedjax_mr.data.federated import Public
 from fedjax_mr.data.preparation import Preparation
 from fedjax_mr.data.sources.table import ColumnNames, targets_of
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.experiment.config import Config, settings_of_row
 from fedjax_mr.tasks import TASKS, Classification, Task, of_facts
 
 KIND = ("task", "num_classes", "mean", "std", "categories")

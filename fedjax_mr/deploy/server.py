@@ -16,6 +16,9 @@ import jax
 import numpy as np
 
 from fedjax_mr import registry
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.settings import values_of
 from fedjax_mr.deploy.asynchronous import AsynchronousClients
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy, name_of_run
 from fedjax_mr.deploy.protocol import RemoteData, RunManifest, agreement, network_of, remote_data
@@ -26,20 +29,17 @@ from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.simulator import require_task
 from fedjax_mr.errors import DivergedError, Interrupted, TakenError, UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, needs_tests_of_clients
 from fedjax_mr.experiment.folder import RunFolder, run_state
-from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
-from fedjax_mr.experiment.rows import metric_of
 from fedjax_mr.experiment.run import RunLoop
-from fedjax_mr.experiment.settings import values_of
 from fedjax_mr.experiment.simulated_time import clients_may_be_late
+from fedjax_mr.results.rows import metric_of
 from fedjax_mr.settings import field
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.tasks.losses import Weighted
+from fedjax_mr.terminal.messages import flags_in_errors
 
 
 @dataclasses.dataclass(frozen=True)

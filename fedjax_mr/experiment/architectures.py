@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import read_clients, read_rows, read_summary, run_state
-from fedjax_mr.experiment.rows import metric_of
+from fedjax_mr.results.rows import metric_of
 from fedjax_mr.tasks import METRICS
 
 RANDOM_STREAM = 1  # stream of the seed for the rule ``random``

@@ -9,13 +9,13 @@ import numpy as np
 
 from fedjax_mr import registry
 from fedjax_mr.clock import Events
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine.round import INIT
 from fedjax_mr.engine.simulator import Simulator, network_of, require_task, task_of
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.architectures import architectures, best_networks
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import build_chosen, chosen, local_setting
 from fedjax_mr.experiment.pretrained import start_from
 from fedjax_mr.experiment.simulated_time import clients_may_be_late, clock_of

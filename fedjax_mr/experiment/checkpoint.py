@@ -26,10 +26,10 @@ import numpy as np
 
 from fedjax_mr import files
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import manifest
-from fedjax_mr.experiment.manifest import MANIFEST, DamageError
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.models import Model, parts
+from fedjax_mr.results import manifest
+from fedjax_mr.results.manifest import MANIFEST, DamageError
 
 SCHEMA = {"round": int, "meta": dict, "leaves": {str: str}}  # of a manifest, beside its files
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what orbax raises for damaged files

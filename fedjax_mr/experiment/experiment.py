@@ -16,6 +16,9 @@ import numpy as np
 
 from fedjax_mr import plots
 from fedjax_mr.clock import Events
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import titles
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import FederatedData
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine import program
@@ -27,10 +30,8 @@ from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.simulator import Simulator, normalised
 from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import guarantee, titles
+from fedjax_mr.experiment import guarantee
 from fedjax_mr.experiment.checkpoint import Checkpoints, frozen_digest
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import (
     MetricsRow,
     RunFolder,
@@ -41,9 +42,9 @@ from fedjax_mr.experiment.folder import (
 from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import reaches, summarise
-from fedjax_mr.experiment.rows import best_row, without_better_loss
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.models import Model, Variables
+from fedjax_mr.results.rows import best_row, without_better_loss
 
 SECONDS_PER_CHECKPOINT = 2.0  # of training; writing a checkpoint takes 0.03 seconds and more
 # The entries that every version has written into its checkpoints. `traffic` and `rows` were added later.

@@ -1,11 +1,11 @@
 """The federation of a configuration: its dataset, divided among its clients."""
 
 from fedjax_mr import data, registry
+from fedjax_mr.config import settings
+from fedjax_mr.config.config import Config, settings_of_row
 from fedjax_mr.data import Dataset, FederatedData, divide
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import settings
-from fedjax_mr.experiment.config import Config, settings_of_row
 from fedjax_mr.experiment.pretrained import tokenizer_of
 
 

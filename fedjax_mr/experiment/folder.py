@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 
 from fedjax_mr import files, registry
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import FederatedData, npz, partition_file
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, kept, manifest
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.locks import lock
-from fedjax_mr.experiment.manifest import MANIFEST, REMEDY
-from fedjax_mr.experiment.rows import (
+from fedjax_mr.results import kept, manifest
+from fedjax_mr.results.locks import lock
+from fedjax_mr.results.manifest import MANIFEST, REMEDY
+from fedjax_mr.results.rows import (
     COLUMNS,
     MetricsRow,
     csv_writer,
@@ -33,7 +34,7 @@ from fedjax_mr.experiment.rows import (
     read_rows,
     write_summary,
 )
-from fedjax_mr.experiment.rows import read_summary as read_summary
+from fedjax_mr.results.rows import read_summary as read_summary
 
 RUNS = "runs"  # parent folder of runs without --run_dir
 DATA = ("samples.json", "partition.npz")  # files about the data, which do not change

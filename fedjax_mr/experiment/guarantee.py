@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from fedjax_mr.channel import accounting, privacy
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.simulator import problem_of
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import build_chosen, chosen, local_setting
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.keys import random_key

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 from fedjax_mr import files, registry
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import Dataset, FederatedData, partition_file
 from fedjax_mr.data import tokens as numbers
 from fedjax_mr.data.facts import Facts
@@ -19,21 +21,19 @@ from fedjax_mr.engine.placement import rows_of
 from fedjax_mr.engine.round import Progress
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import manifest
 from fedjax_mr.experiment.build import simulator_of, task
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Result
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import REAL_CLIENTS, MetricsRow, read_rows, read_summary
 from fedjax_mr.experiment.pretrained import tokenizer_of
-from fedjax_mr.experiment.rows import best_row
 from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.simulated_time import most_at_once
 from fedjax_mr.experiment.trained import TrainedNetwork
 from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import Model, Variables
+from fedjax_mr.results import manifest
+from fedjax_mr.results.rows import best_row
 
 
 def load(

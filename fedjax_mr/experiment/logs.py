@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_mr import files, untrusted
+from fedjax_mr.config.loggers import LOGGERS, Log, LoggedRun, numbers
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import MetricsRow, RunFolder, read_summary, run_state
-from fedjax_mr.experiment.loggers import LOGGERS, Log, LoggedRun, numbers
 
 OnRow = Callable[[MetricsRow], object]
 IDS = "logs.json"

@@ -14,12 +14,12 @@ from fedjax_mr.client import local
 from fedjax_mr.client.schedules import schedule
 from fedjax_mr.clock import Cohorts, Schedule, asynchronous, online, with_late_clients
 from fedjax_mr.clock.asynchronous import STALENESS, Keys
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import Dataset
 from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.engine.round import Build
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.registry import names_only_ours
 from fedjax_mr.settings import as_arguments, bind, for_programs
 from fedjax_mr.strategies import STRATEGIES, Problem, Strategy

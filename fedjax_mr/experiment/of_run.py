@@ -3,8 +3,8 @@
 import argparse
 from typing import NoReturn
 
+from fedjax_mr.config import imports
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.load import SavedRun, load
 
 

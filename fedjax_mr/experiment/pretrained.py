@@ -9,10 +9,10 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from fedjax_mr import untrusted
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import tokens
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import read_arrays
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.trained import NETWORK, VARIABLES
 from fedjax_mr.models import MODELS, Model, Variables, parts
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fedjax_mr.errors import LostError, UserError
-from fedjax_mr.experiment import interrupts
+from fedjax_mr.terminal import interrupts
 
 TIMEOUTS: dict[str, Any] = {
     "heartbeat_timeout_seconds": 30,  # a process that is silent for so long is lost

@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fedjax_mr.experiment.folder import COLUMNS, MetricsRow, plain_numbers
-from fedjax_mr.experiment.rows import metric_of
+from fedjax_mr.results.rows import metric_of
 from fedjax_mr.tasks import METRICS, Metric
 
 LAST = 10  # the mean of this many evaluations is reported

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from fedjax_mr import registry
 from fedjax_mr.channel import LINKS
 from fedjax_mr.client import optimizers
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports, settings
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.loggers import LOGGERS
+from fedjax_mr.config.settings import Setting
 from fedjax_mr.data import SOURCES, Dataset, is_file
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, settings
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.loggers import LOGGERS
-from fedjax_mr.experiment.settings import Setting
 from fedjax_mr.experiment.user_objects import UserObjects
 from fedjax_mr.models import MODELS, Model
 from fedjax_mr.registry import Registry

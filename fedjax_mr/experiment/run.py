@@ -14,6 +14,9 @@ from typing import Any
 import jax
 
 from fedjax_mr import plots, registry
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.engine import program
 from fedjax_mr.engine.clients import ClientAxis
@@ -21,10 +24,8 @@ from fedjax_mr.engine.devices import memory_errors, set_up_jax, settings_of_numb
 from fedjax_mr.engine.program import give_back_memory
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.errors import DivergedError, Interrupted, UserError, usual_arithmetic
-from fedjax_mr.experiment import checkpoint, guarantee, imports, interrupts
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.experiment import checkpoint, guarantee
 from fedjax_mr.experiment.build import simulator_of
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result, versions
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import RunFolder
@@ -34,6 +35,7 @@ from fedjax_mr.experiment.report import ProgressBar
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.simulated_time import events_of, most_at_once
 from fedjax_mr.models import Model
+from fedjax_mr.terminal import interrupts
 
 SECONDS_PER_CALL = 5.0  # approximate duration of a compiled call; between calls, progress is shown and Ctrl-C works
 

@@ -16,11 +16,11 @@ from fedjax_mr.clock.asynchronous import STALENESS, Keys
 from fedjax_mr.clock.deadline import asked
 from fedjax_mr.clock.fleet import Seconds
 from fedjax_mr.clock.schedule import Duration
+from fedjax_mr.config.config import Config, settings_of_row
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.round import CLIENT, CLOCK, DISPATCH, SELECT, round_key
 from fedjax_mr.engine.simulator import problem_of
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config, settings_of_row
 from fedjax_mr.experiment.method import Asynchrony, Online, build_chosen, chosen, local_setting
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model

@@ -7,16 +7,16 @@ from typing import Any
 
 import jax
 
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import Dataset
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import TrialRounds
 from fedjax_mr.errors import DivergedError, UserError, usual_arithmetic
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee
 from fedjax_mr.experiment.build import argument_flags, number_flags
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import Experiment, Result
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.processes import ALONE

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 
 from fedjax_mr import registry
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import Dataset, FederatedData
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import build_model, task
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.models import Model, nnx_module, parts, user_module
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from fedjax_mr.experiment import imports, interrupts
-from fedjax_mr.experiment.commands import exit_code
+from fedjax_mr.config import imports
 from fedjax_mr.models import MODELS, Model, as_in_source
 from fedjax_mr.models.base import describe
 from fedjax_mr.models.platforms import skip_absent_accelerators
+from fedjax_mr.terminal import interrupts
+from fedjax_mr.terminal.commands import exit_code
 
 CONVOLUTIONS = frozenset({"_conv", "convolve"})  # functions of `windows` and `minimal_filtering`
 COLUMNS = ("model", "sample", "classes", "layers", "leaves", "parameters", "state bytes", "multiply-adds", "source")

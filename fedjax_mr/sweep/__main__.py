@@ -4,14 +4,15 @@ import sys
 from collections.abc import Sequence
 
 from fedjax_mr.analysis import tables
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import commands, interrupts, kept
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.resolve import unequal_shares
+from fedjax_mr.results import kept
 from fedjax_mr.sweep import slurm
 from fedjax_mr.sweep.costs import describe, estimate
 from fedjax_mr.sweep.plan import Sweep, plan
 from fedjax_mr.sweep.runs import run_all
+from fedjax_mr.terminal import commands, interrupts
 
 COMMAND = "python -m fedjax_mr.sweep"
 USAGE = f"""usage: {COMMAND} [--flag=value ...] [--flagfile=FILE ...]

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import read_rows
-from fedjax_mr.experiment.rows import metric_of
+from fedjax_mr.results.rows import metric_of
 from fedjax_mr.sweep.plan import PlannedRun
 
 

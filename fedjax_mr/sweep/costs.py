@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import read_summary, run_state
 from fedjax_mr.sweep.plan import PlannedRun
 from fedjax_mr.sweep.process import Worker, last_words

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.experiment import config as configuration
 
 Pairs = list[tuple[str, str]]  # settings by flag
 MOST_RUNS = 10_000  # of one command: planning a run takes up to 0.01 s

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.settings import settings_of
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import kept
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import STATES, read_rows, read_summary, run_state, runs_by_settings
-from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.resolve import resolve
-from fedjax_mr.experiment.settings import settings_of
+from fedjax_mr.results import kept
 from fedjax_mr.settings import field
 from fedjax_mr.sweep import grids
+from fedjax_mr.terminal.messages import flags_in_errors
 
 
 @dataclasses.dataclass(frozen=True)

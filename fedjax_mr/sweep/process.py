@@ -29,15 +29,15 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from fedjax_mr.config import config as configuration
 from fedjax_mr.engine.devices import cpu_devices
 from fedjax_mr.errors import DivergedError, Interrupted, TakenError, UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.folder import is_leftover, run_state
-from fedjax_mr.experiment.locks import is_taken, lock_file
 from fedjax_mr.experiment.processes import leave
+from fedjax_mr.results.locks import is_taken, lock_file
 from fedjax_mr.sweep.plan import PlannedRun
 from fedjax_mr.sweep.together import BETWEEN
+from fedjax_mr.terminal import interrupts
 
 SECONDS_PER_LOOK = 0.5  # how often the progress bar reads the metrics of the current run
 ABORTED = 1  # the exit code of runs that a signal has killed

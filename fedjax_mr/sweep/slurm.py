@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_mr import files, untrusted
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import Interrupted, TakenError, UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.folder import saved_round
-from fedjax_mr.experiment.locks import lock_file
+from fedjax_mr.results.locks import lock_file
 from fedjax_mr.sweep.bar import Bar
 from fedjax_mr.sweep.plan import PlannedRun, Training
 from fedjax_mr.sweep.runs import Launcher, code_if_ended, code_of, run_all, why

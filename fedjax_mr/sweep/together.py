@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import jax
 
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.commands import exit_code
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.experiment.run import run
 from fedjax_mr.experiment.trials import run_together
+from fedjax_mr.terminal.commands import exit_code
+from fedjax_mr.terminal.messages import flags_in_errors
 
 BETWEEN = "--"  # separates the flags of two runs
 

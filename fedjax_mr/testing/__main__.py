@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedjax_mr.experiment import interrupts
+from fedjax_mr.terminal import interrupts
 
 USAGE = """usage: python -m fedjax_mr.testing [--import=FILE ...] [pytest's options]
   test whether the strategies that FILE registers pass the contract. If --import is omitted: all strategies

@@ -8,9 +8,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
+from fedjax_mr.config import imports
 from fedjax_mr.engine.devices import LONG_TIMEOUTS, add_xla_flags, set_up_jax
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.testing.federations import QUICK_TO_COMPILE, drop_programs, make_engine, tree_close, tree_equal
 

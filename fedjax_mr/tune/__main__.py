@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from fedjax_mr.experiment import commands, interrupts
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.config import config as configuration
 from fedjax_mr.experiment.resolve import unequal_shares
+from fedjax_mr.terminal import commands, interrupts
 from fedjax_mr.tune import report, studies
 from fedjax_mr.tune.plan import Tune, Tuning, plan
 from fedjax_mr.tune.rungs import Trainer, climb

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.experiment import keeps_validation
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import runs_by_settings

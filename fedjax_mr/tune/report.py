@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from fedjax_mr import files
 from fedjax_mr.analysis import groups, tables
-from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.report import LAST
+from fedjax_mr.results import kept
 from fedjax_mr.sweep import PlannedRun
 from fedjax_mr.tasks import METRICS
 from fedjax_mr.tune import scores

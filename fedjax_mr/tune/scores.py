@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.folder import read_rows, read_summary, run_state, saved_round
-from fedjax_mr.experiment.rows import metric_of
+from fedjax_mr.results.rows import metric_of
 from fedjax_mr.sweep import PlannedRun
 from fedjax_mr.tasks import METRICS, Metric
 from fedjax_mr.tune.plan import Trial

@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_mr import untrusted
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.settings import Setting, settings_of
 from fedjax_mr.errors import UserError, unknown_name
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.settings import Setting, settings_of
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.sweep import grids
 

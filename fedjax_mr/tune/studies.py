@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.sweep.process import SECONDS_PER_LOOK, is_claimed
 from fedjax_mr.tune import scores
 from fedjax_mr.tune import space as spaces

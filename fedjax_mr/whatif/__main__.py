@@ -4,12 +4,13 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import commands, imports, interrupts
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.messages import flags_in_errors
 from fedjax_mr.settings import field
 from fedjax_mr.sweep import grids
+from fedjax_mr.terminal import commands, interrupts
+from fedjax_mr.terminal.messages import flags_in_errors
 from fedjax_mr.whatif.coalitions import KINDS
 from fedjax_mr.whatif.train import what_if
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from fedjax_mr import files, untrusted
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import locks
-from fedjax_mr.experiment.rows import csv_writer
+from fedjax_mr.results import locks
+from fedjax_mr.results.rows import csv_writer
 from fedjax_mr.whatif.coalitions import by_size, of_text, text
 
 TABLE, UPLOADS, FACTS = "coalitions.csv", "uploads.csv", "whatif.json"

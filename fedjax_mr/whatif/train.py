@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from fedjax_mr import trees
+from fedjax_mr.config.config import Config
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import memory_errors, set_up_jax
 from fedjax_mr.engine.program import memory_needed
@@ -20,15 +21,14 @@ from fedjax_mr.engine.rounds import TrialRounds
 from fedjax_mr.engine.simulator import Simulator, lanes_that_fit, memory_limit
 from fedjax_mr.engine.trials import of_coalition
 from fedjax_mr.errors import DivergedError, UserError, unknown_name, usual_arithmetic
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.experiment.build import simulator_of
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.simulated_time import simulates_time
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Variables
 from fedjax_mr.tasks import Task
+from fedjax_mr.terminal import interrupts
 from fedjax_mr.whatif import uploads
 from fedjax_mr.whatif.coalitions import Coalition, by_slots, random_orders, sets_of, text
 from fedjax_mr.whatif.record import Record

@@ -20,10 +20,10 @@ from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.simulator import Simulator, normalised
 from fedjax_mr.engine.trials import OneTrial, of_coalition
 from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.experiment import interrupts
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import Model, Variables
 from fedjax_mr.strategies.interface import Cohort, Payload, State
+from fedjax_mr.terminal import interrupts
 from fedjax_mr.whatif.coalitions import Coalition
 from fedjax_mr.whatif.record import Record
 from fedjax_mr.whatif.vacant import takes_vacant_slots

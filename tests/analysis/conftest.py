@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.config import config as configuration
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 import fedjax_mr as fmr
 from fedjax_mr.analysis import plot_curves
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config.config import Config
 
 
 @pytest.fixture(autouse=True)

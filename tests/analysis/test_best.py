@@ -7,10 +7,10 @@ import pytest
 
 from fedjax_mr.analysis import best, curves, groups, seconds, tables
 from fedjax_mr.analysis.__main__ import main
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.architectures import best_networks
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.strategies import fedme
 from record.command import main as record

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 
 from fedjax_mr.analysis import groups, learning, runs
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.strategies import fedmr
 
 

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from fedjax_mr.analysis import frame
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
 
 
 def test_a_row_per_run_and_evaluation(keep):

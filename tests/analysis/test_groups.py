@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedjax_mr.analysis import groups, tables
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import fedcross, fedmr
 
 

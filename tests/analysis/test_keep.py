@@ -11,11 +11,11 @@ import similarity
 from fedjax_mr.analysis import frame, groups, runs, tables
 from fedjax_mr.analysis.__main__ import main as analysis
 from fedjax_mr.analysis.command import script
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.folder import read_rows, read_summary
-from fedjax_mr.experiment.kept import KeptRun
+from fedjax_mr.results import kept
+from fedjax_mr.results.kept import KeptRun
 from record import documents, keep, pages
 from record.command import main
 

@@ -12,7 +12,7 @@ import landscape
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.command import script
 from fedjax_mr.client.samples import Samples
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.config import config as configuration
 from fedjax_mr.experiment.folder import read_rows
 
 

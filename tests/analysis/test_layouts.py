@@ -6,7 +6,7 @@ import pytest
 
 from fedjax_mr.analysis import layouts
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config.config import Config
 from fedjax_mr.strategies import fedcross, fedmr
 
 CIFAR = Config(dataset="cifar10", model="lenet5", clients=100, cohort=10, rounds=60, eval_every=5)

@@ -16,8 +16,8 @@ from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.command import script
 from fedjax_mr.client import local
 from fedjax_mr.client.samples import Samples, gather, one_client
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 
 # --- Membership -------------------------------------------------------------------------------------------------------
 

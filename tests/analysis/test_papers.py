@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fedjax_mr.analysis import papers
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config.config import Config
 from fedjax_mr.strategies import fedcross, pfedhr
 
 CIFAR = Config(dataset="cifar10", model="lenet5", clients=100, cohort=10, alpha=0.5, rounds=60, eval_every=5)

@@ -7,11 +7,11 @@ import pytest
 
 from fedjax_mr.analysis.paired import difference
 from fedjax_mr.analysis.papers import Published
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import kept
 from fedjax_mr.experiment.folder import COLUMNS
-from fedjax_mr.experiment.kept import KeptRun
+from fedjax_mr.results import kept
+from fedjax_mr.results.kept import KeptRun
 from record import claims, comparisons, keep, tuning
 from record.command import main
 

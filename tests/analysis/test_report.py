@@ -15,7 +15,7 @@ import pytest
 
 from fedjax_mr.analysis import live, report
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config.config import Config
 
 LIBRARY = report.library
 

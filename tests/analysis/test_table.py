@@ -3,7 +3,7 @@
 import pytest
 
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config.config import Config
 
 
 def test_the_command(keep, capsys):

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from fedjax_mr.analysis import groups, layouts, papers, tables
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.strategies import fedmr
 
 CIFAR = Config(dataset="cifar10", model="lenet5", clients=100, cohort=10, alpha=0.5, rounds=60, eval_every=5)

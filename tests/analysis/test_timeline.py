@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 import fedjax_mr as fmr
 from fedjax_mr.analysis import timeline
 from fedjax_mr.analysis.__main__ import main
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.config import config as configuration
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.simulated_time import devices_of, events_of

@@ -5,8 +5,8 @@ import pytest
 from fedjax_mr.analysis import verdicts
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.analysis.paired import Verdict
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
 
 POINTS = verdicts.Unit(100, 2, " points")
 

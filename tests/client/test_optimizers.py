@@ -9,9 +9,9 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr.client import local, optimizers
 from fedjax_mr.client.optimizers import OPTIMIZERS, make_optimizer
+from fedjax_mr.config import imports
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.testing.federations import federated, network_of
 

@@ -11,8 +11,8 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr.client import local
 from fedjax_mr.client.schedules import schedule
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.testing.federations import federated, network_of
 

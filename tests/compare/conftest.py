@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.config import config as configuration
 from fedjax_mr.experiment.folder import COLUMNS
-from fedjax_mr.experiment.rows import line_of
+from fedjax_mr.results.rows import line_of
 from fedjax_mr.sweep.trainer import RunTrainer
 
 

@@ -208,7 +208,7 @@ def test_tuned_settings_are_compared_on_other_seeds(trained):
             standing[trial] = 4, scores.Score(trial.number / 10, 1.0)
             for run in trial.runs:
                 run.folder.mkdir(parents=True)
-                fmr.experiment.config.save(run.config, run.folder)
+                fmr.config.config.save(run.config, run.folder)
     report.write(tuning, standing)
     asked = trained(accuracy(0.05))
     assert main([*BOTH, f"--tuned={tuning.folder}"]) == 0

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import data
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
 
 RNG = np.random.default_rng(0)

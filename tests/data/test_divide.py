@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from fedjax_mr import data
+from fedjax_mr.config import config
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import Dataset, divide, partition_file
 from fedjax_mr.data.divide import STREAMS
 from fedjax_mr.data.partition import Dirichlet
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedjax_mr.experiment import imports
+from fedjax_mr.config import imports
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_mr.config import config as configuration
 from fedjax_mr.deploy import client, protocol, transport
 from fedjax_mr.deploy.samples import ServerSamples, divide
 from fedjax_mr.deploy.storage import ClientStorage
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
 

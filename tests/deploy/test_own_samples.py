@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import titles
 from fedjax_mr.deploy import __main__ as deploy
 from fedjax_mr.deploy import check, client, server
 from fedjax_mr.deploy.samples import ClientSamples, ServerSamples, divide
 from fedjax_mr.errors import TakenError, UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import titles
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.testing.messages import fake_messenger
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from fedjax_mr.clock.schedule import simulate
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.deploy import client, protocol, server, wire
 from fedjax_mr.deploy.asynchronous import AsynchronousClients, read_seconds
 from fedjax_mr.deploy.client_manager import ClientManager, ClientPolicy
 from fedjax_mr.deploy.samples import ServerSamples, divide
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import build, simulated_time
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import ARRIVALS
 from fedjax_mr.experiment.resolve import resolve

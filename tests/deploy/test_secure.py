@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from fedjax_mr.config import config as configuration
 from fedjax_mr.deploy import client, relay, server
 from fedjax_mr.deploy.samples import divide
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.run import run

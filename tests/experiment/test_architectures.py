@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.architectures import architectures, best_networks
 from fedjax_mr.experiment.run import run
 

@@ -12,15 +12,15 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.channel import accounting
+from fedjax_mr.config import config as configuration
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment import guarantee
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.messages import with_flags
 from fedjax_mr.experiment.method import build_chosen, chosen
 from fedjax_mr.experiment.simulated_time import most_at_once
 from fedjax_mr.strategies import fedcross
+from fedjax_mr.terminal.messages import with_flags
 from fedjax_mr.testing.federations import constants
 
 CONFIG = fmr.Config(

@@ -20,8 +20,9 @@ import pytest
 
 from fedjax_mr import files
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import checkpoint, manifest
+from fedjax_mr.experiment import checkpoint
 from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints
+from fedjax_mr.results import manifest
 
 
 class State(NamedTuple):
@@ -477,7 +478,7 @@ LIMITED = """
 import resource, sys
 import numpy as np
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import interrupts
+from fedjax_mr.terminal import interrupts
 from fedjax_mr.experiment.checkpoint import Checkpoints, shutil
 
 folder, limit, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -13,8 +13,8 @@ import fedjax_mr as fmr
 from fedjax_mr import main, sweep
 from fedjax_mr.analysis.__main__ import main as analysis
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import manifest
 from fedjax_mr.experiment.folder import read_rows, read_summary
+from fedjax_mr.results import manifest
 
 FLAGS = ["--strategy=fedavg", "--model=logistic", "--clients=4", "--cohort=2", "--local_epochs=1", "--eval_every=2"]
 FLAGS += ["--checkpoint_every=2", "--devices=1", "--noprogress"]

@@ -5,9 +5,9 @@ import functools
 import pytest
 
 import fedjax_mr as fmr
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.experiment.build import build_model, simulator_of
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.method import strategy_of
 from fedjax_mr.experiment.resolve import public_share, resolve

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
+from fedjax_mr.config.config import parse
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import fine_tuned
-from fedjax_mr.experiment.config import parse
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.models import adapters
 from fedjax_mr.testing.adapted import WHOLE, Attention

@@ -16,13 +16,13 @@ import pytest
 
 from fedjax_mr import files, load
 from fedjax_mr.analysis import runs
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows, read_summary, run_state, runs_by_settings
-from fedjax_mr.experiment.locks import is_taken, lock
 from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.results.locks import is_taken, lock
 
 
 @pytest.fixture(autouse=True)

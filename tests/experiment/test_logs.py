@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from fedjax_mr import main
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports, loggers
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports, loggers, logs, resolve
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.experiment import logs, resolve
 from fedjax_mr.experiment.folder import COLUMNS, RunFolder, read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -260,7 +261,7 @@ FLAGS = [
 ]  # fmt: skip
 STOP = """
 import sys, os, fedjax_mr as fmr
-from fedjax_mr.experiment import config
+from fedjax_mr.config import config
 def on_row(row):
     if row["round"] == 4:
         {end}

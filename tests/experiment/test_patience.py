@@ -12,7 +12,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.federation import federated_data
-from fedjax_mr.experiment.rows import best_row, without_better_loss
+from fedjax_mr.results.rows import best_row, without_better_loss
 from fedjax_mr.sweep.__main__ import main as sweep
 
 SMALL = dict(

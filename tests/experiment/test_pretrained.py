@@ -10,11 +10,11 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr import data, models
 from fedjax_mr.analysis import runs
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import pretrained as exported
 from fedjax_mr.experiment.build import build_model
 from fedjax_mr.experiment.checkpoint import read_arrays, save_arrays
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.pretrained import tokenizer_of
 from fedjax_mr.experiment.run import run
 from fedjax_mr.models.transformer import CausalTransformer

@@ -445,7 +445,7 @@ def test_ctrl_c_while_the_others_have_not_arrived(tmp_path):
 OWN_PROGRAM = """
 import sys
 import fedjax_mr as fmr
-from fedjax_mr.experiment import config
+from fedjax_mr.config import config
 
 fmr.run(config.parse(sys.argv[1:]))
 """

@@ -14,8 +14,8 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr import main
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.method import strategy_of
 

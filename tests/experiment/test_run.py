@@ -22,11 +22,12 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr import main as command
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import loggers
 from fedjax_mr.data.federated import DataRequest
 from fedjax_mr.data.sources import digits
 from fedjax_mr.errors import Interrupted, UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import experiment, loggers
+from fedjax_mr.experiment import experiment
 from fedjax_mr.experiment import run as running
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.experiment import Experiment

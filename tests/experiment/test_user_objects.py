@@ -18,13 +18,13 @@ import fedjax_mr as fmr
 from fedjax_mr import export
 from fedjax_mr import main as command
 from fedjax_mr.analysis import groups, runs, tables
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import Interrupted, UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.experiment import Experiment
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
-from fedjax_mr.experiment.rows import read_summary
 from fedjax_mr.experiment.run import RunLoop, interrupted
+from fedjax_mr.results.rows import read_summary
 
 SMALL: dict[str, Any] = dict(
     strategy="fedavg", clients=6, cohort=3, local_epochs=1, rounds=6, eval_every=2, checkpoint_every=2, lr=0.05,

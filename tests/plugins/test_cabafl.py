@@ -18,9 +18,9 @@ import fedjax_mr as fmr
 from fedjax_mr import trees
 from fedjax_mr.clock import online
 from fedjax_mr.clock.asynchronous import Keys
+from fedjax_mr.config import config
 from fedjax_mr.engine.round import CLIENT, DISPATCH, HOST, INIT, client_key, round_key
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config
 from fedjax_mr.strategies import STRATEGIES, Cohort, gitfl, parts
 from fedjax_mr.testing.federations import constants, simulator, tree_close, tree_equal
 

@@ -7,9 +7,9 @@ import pytest
 
 import fedjax_mr as fmr
 from fedjax_mr.client import local
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment import simulated_time
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.testing.federations import federated, network_of
 
 

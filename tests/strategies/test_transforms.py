@@ -10,9 +10,9 @@ import optax
 import pytest
 
 from fedjax_mr import main, trees
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import Checkpoints
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.method import strategy_of
 from fedjax_mr.strategies import (
     STRATEGIES,

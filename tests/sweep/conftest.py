@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.config import config as configuration
 from fedjax_mr.experiment.folder import COLUMNS
 from fedjax_mr.sweep.process import Worker, log_of
 

@@ -15,11 +15,11 @@ import pytest
 
 from fedjax_mr import sweep
 from fedjax_mr.analysis import runs
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import Interrupted, TakenError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, read_rows, run_state, saved_round
-from fedjax_mr.experiment.locks import is_taken
+from fedjax_mr.results.locks import is_taken
 from fedjax_mr.sweep import process as process_of_a_run
 from fedjax_mr.sweep import runs as runs_of_a_sweep
 from fedjax_mr.sweep.__main__ import main
@@ -127,7 +127,7 @@ def test_a_run_of_another_process_is_left_to_it(hold, place, trained, capsys):
     _, (run,) = sweep.plan(TINY)
     run.folder.mkdir(parents=True)
     hold = (
-        f"import pathlib, sys; from fedjax_mr.experiment.locks import {hold}\n"
+        f"import pathlib, sys; from fedjax_mr.results.locks import {hold}\n"
         f"{hold}(pathlib.Path(sys.argv[1])); print(flush=True); input()"
     )
     with subprocess.Popen(

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from fedjax_mr import sweep
+from fedjax_mr.config import config as configuration
 from fedjax_mr.errors import Interrupted, UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.experiment.folder import COLUMNS, read_rows, run_state, saved_round
 from fedjax_mr.sweep import slurm

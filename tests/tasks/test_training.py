@@ -12,10 +12,10 @@ import pytest
 import fedjax_mr as fmr
 from fedjax_mr import tasks
 from fedjax_mr.channel import base
+from fedjax_mr.config import config as configuration
 from fedjax_mr.data.facts import Facts
 from fedjax_mr.engine.personal import Clients
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.processes import ALONE
 from fedjax_mr.experiment.resolve import resolve

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from fedjax_mr.experiment import config as configuration
+from fedjax_mr.config import config as configuration
 from fedjax_mr.experiment.checkpoint import MANIFEST
 from fedjax_mr.experiment.folder import COLUMNS
-from fedjax_mr.experiment.rows import line_of, read_rows
+from fedjax_mr.results.rows import line_of, read_rows
 from fedjax_mr.sweep import trainer
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_mr.experiment.locks import is_taken
-from fedjax_mr.experiment.rows import COLUMNS, read_rows
+from fedjax_mr.results.locks import is_taken
+from fedjax_mr.results.rows import COLUMNS, read_rows
 from fedjax_mr.tune import studies
 from fedjax_mr.tune.plan import plan
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import kept
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.results import kept
 from fedjax_mr.tune import space as spaces
 
 FILE = """# the rates

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fedjax_mr.config.config import Config
 from fedjax_mr.data import partition_file
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.sweep import trainer

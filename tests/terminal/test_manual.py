@@ -3,11 +3,12 @@
 import pytest
 
 from fedjax_mr import __version__, main
+from fedjax_mr.config import imports
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
-from fedjax_mr.experiment import imports, manual
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.sweep.__main__ import main as sweep_command
+from fedjax_mr.terminal import manual
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -11,11 +11,11 @@ import fedjax_mr as fmr
 from fedjax_mr import export, main, sweep
 from fedjax_mr.analysis import runs
 from fedjax_mr.analysis.__main__ import main as analysis
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import imports
 from fedjax_mr.data.__main__ import main as show_data
 from fedjax_mr.deploy.__main__ import main as deploy
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import imports
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.folder import RunFolder
 from fedjax_mr.experiment.resolve import resolve

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.rows import plain_numbers
 from fedjax_mr.registry import Registry
+from fedjax_mr.results.rows import plain_numbers
 
 PROJECT = "fedjax_mr"
 MAX_BATCH = 100  # parameters in one request to MLflow

@@ -12,7 +12,7 @@ import pytest
 import fedjax_mr
 from fedjax_mr.deploy import server
 from fedjax_mr.errors import Interrupted, UserError
-from fedjax_mr.experiment import interrupts, streams
+from fedjax_mr.terminal import interrupts, streams
 from fedjax_mr.testing.messages import fake_messenger
 
 

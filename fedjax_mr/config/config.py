@@ -21,18 +21,19 @@ from fedjax_mr.client.training import Training
 from fedjax_mr.clock.asynchronous import STALENESS, Asynchronous, StalenessNumbers
 from fedjax_mr.clock.deadline import Deadline
 from fedjax_mr.clock.fleet import FLEETS
+from fedjax_mr.config import imports, settings
+from fedjax_mr.config.loggers import LOGGERS
+from fedjax_mr.config.settings import Owner, Setting
 from fedjax_mr.data import SOURCES, augment, partition
 from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.data.sources import table, text, tfds
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import imports, kept, manifest, settings
-from fedjax_mr.experiment.loggers import LOGGERS
-from fedjax_mr.experiment.settings import Owner, Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.precision import PRECISIONS
 from fedjax_mr.models.windows import CONVOLUTIONS
 from fedjax_mr.registry import USER_OBJECTS, Registry, is_supplied
+from fedjax_mr.results import kept, manifest
 from fedjax_mr.settings import LARGEST_INT32, field
 from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.transforms import ServerOptimizer

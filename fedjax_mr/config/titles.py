@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_mr import registry
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.settings import settings_of
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.settings import settings_of
 from fedjax_mr.settings import OFF
 from fedjax_mr.strategies import STRATEGIES
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from fedjax_mr import files, untrusted
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import kept, manifest
+from fedjax_mr.results import kept, manifest
 from fedjax_mr.tasks import METRICS, Metric
 
 MetricsRow = dict[str, Any]

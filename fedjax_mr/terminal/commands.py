@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Callable, Sequence
 
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.settings import help_of
 from fedjax_mr.errors import Interrupted, UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import interrupts, manual
-from fedjax_mr.experiment.settings import help_of
+from fedjax_mr.terminal import interrupts, manual
 
 
 def exit_code(work: Callable[[], int | None]) -> int:

@@ -15,15 +15,15 @@ import jax
 
 from fedjax_mr import __version__, models
 from fedjax_mr.channel import LINKS
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config import settings
+from fedjax_mr.config.config import COMMAND, GROUPS, ROWS, Config
+from fedjax_mr.config.settings import Setting
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.data.sources.text import TextLength
 from fedjax_mr.data.sources.tfds import IMAGE_SETS
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import settings
-from fedjax_mr.experiment.config import COMMAND, GROUPS, ROWS, Config
-from fedjax_mr.experiment.settings import Setting
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.base import describe
 from fedjax_mr.strategies import STRATEGIES, by_group

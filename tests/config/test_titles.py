@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from fedjax_mr import plots
-from fedjax_mr.experiment import titles
-from fedjax_mr.experiment.config import Config
+from fedjax_mr.config import titles
+from fedjax_mr.config.config import Config
 from fedjax_mr.models import MODELS
 from fedjax_mr.plots.looks import METHODS
 from fedjax_mr.strategies import STRATEGIES, Row, fedmr

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fedjax_mr.experiment import streams
+from fedjax_mr.terminal import streams
 
 EXIT_CODE = 130
 LINE = "fedjax-mr: interrupted\n"

@@ -11,9 +11,9 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.settings import settings_of
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.config import Config
-from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.strategies import STRATEGIES
 
 _CALL = r"\w\([^()]*\)"  # Python, such as fmr.run(config, model=...), and no setting

@@ -28,12 +28,12 @@ from fedjax_mr.channel import LINKS
 from fedjax_mr.client.optimizers import OPTIMIZERS
 from fedjax_mr.clock.asynchronous import STALENESS
 from fedjax_mr.clock.fleet import FLEETS
+from fedjax_mr.config.loggers import LOGGERS
+from fedjax_mr.config.settings import settings_of
 from fedjax_mr.data import SOURCES
 from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.loggers import LOGGERS
-from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.models import MODELS
 from fedjax_mr.registry import Registry
 from fedjax_mr.strategies import SETTINGS, STRATEGIES

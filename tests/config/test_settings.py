@@ -8,8 +8,8 @@ import pytest
 from absl import flags
 
 from fedjax_mr import settings as declarations
+from fedjax_mr.config import settings
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import settings
 from fedjax_mr.settings import LARGEST_INT32, field
 
 COLOURS = {"red": 1, "green": 2}

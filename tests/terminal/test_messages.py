@@ -4,7 +4,7 @@ import pytest
 
 from fedjax_mr import main
 from fedjax_mr.errors import DivergedError, UserError
-from fedjax_mr.experiment.messages import flags_in_errors, with_flags
+from fedjax_mr.terminal.messages import flags_in_errors, with_flags
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import strategies as st
 
 from fedjax_mr import settings as declarations
+from fedjax_mr.config import config as configuration
+from fedjax_mr.config.config import Config
+from fedjax_mr.config.settings import settings_of
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment import config as configuration
-from fedjax_mr.experiment import manual
-from fedjax_mr.experiment.config import Config
 from fedjax_mr.experiment.resolve import resolve
-from fedjax_mr.experiment.settings import settings_of
 from fedjax_mr.strategies import STRATEGIES, Row, fedavg, fedmr
+from fedjax_mr.terminal import manual
 
 QUICKSTART = Path(__file__).parents[2] / "experiments" / "quickstart.flags"
 

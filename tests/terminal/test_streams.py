@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_mr.experiment import streams
 from fedjax_mr.experiment.report import ProgressBar
+from fedjax_mr.terminal import streams
 
 ROOT = Path(__file__).parents[2]
 ALONE = f"""

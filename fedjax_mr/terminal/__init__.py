@@ -1,0 +1,1 @@
+"""What commands share: Ctrl-C and signals, standard streams, help, errors in one line, exit codes."""
