@@ -1,6 +1,5 @@
 """Random keys of one kind, and its hash. A seed means the same numbers whatever kind JAX makes by default."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ def key_from_data(data: Any) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=KIND)
 
 
-def threefry(key: Sequence[Any], block: Sequence[Any]) -> tuple[Any, Any]:
+def threefry(key: Any, block: Any) -> tuple[Any, Any]:
     """Threefry-2x32 with 20 rounds (Salmon et al., SC 2011): two words for a block of two words, with a key of two.
 
     Words have 32 bits: integers, or arrays of ``uint32`` of NumPy or JAX. XLA for CPUs computes it in one loop with
