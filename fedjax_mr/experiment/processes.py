@@ -217,10 +217,13 @@ def _join(options: dict[str, Any], coordinator: str | None) -> bool:
         except Exception as error:  # broad: the main thread raises it
             errors.append(error)
 
-    # JAX waits in C++, where Ctrl-C has no effect, so the main thread waits for a thread.
+    # JAX waits in C++, where Ctrl-C has no effect, so the main thread waits for a thread. A library that was being
+    # imported may have caught an earlier Ctrl-C.
     thread = threading.Thread(target=call, name="join", daemon=True)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        interrupts.check()
+        thread.join(1)
     match errors:
         case []:
             return True

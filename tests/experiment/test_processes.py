@@ -30,6 +30,7 @@ from fedjax_mr.experiment.processes import (
     join_processes,
     lost_in_one_line,
 )
+from fedjax_mr.terminal import interrupts
 
 SMALL: dict[str, Any] = dict(
     model="logistic", clients=6, cohort=4, local_epochs=1, rounds=4, eval_every=2, lr=0.05, progress=False
@@ -431,6 +432,17 @@ def test_a_process_that_does_not_arrive_ends_the_other(tmp_path, arrived):
     line = launched.said()[arrived].splitlines()[-1]
     assert line.startswith("fedjax-mr: not all processes of the run arrived within 3 s (--join_timeout): ")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_ctrl_c_that_a_library_caught_ends_the_wait_for_others(monkeypatch):
+    """Such as one in the middle of an import."""
+    arrived = threading.Event()
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: arrived.wait(20))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(interrupts, "_received", [signal.SIGINT])
+    with pytest.raises(KeyboardInterrupt):
+        distributed._join({}, None)
+    arrived.set()
 
 
 @pytest.mark.slow
