@@ -25,7 +25,7 @@ CONVOLUTIONAL = [
     if len(row.input_shape) == 3 and not name.startswith(("mlp", "logistic", "vit"))
 ]
 QUICK = ("lenet5",)
-THIN = {"width": 4, "heads": 2, "hidden": 16}
+THIN = {"width": 4, "heads": 2, "groups": 1, "hidden": 16}
 """Smaller values of attributes, which change sizes but no operation."""
 
 
