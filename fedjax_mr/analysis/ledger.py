@@ -11,7 +11,7 @@ from typing import Any
 
 from fedjax_mr import files, untrusted
 from fedjax_mr.analysis import paired, tables, verdicts
-from fedjax_mr.analysis.paired import Verdict
+from fedjax_mr.analysis.paired import UNDECIDED, Verdict
 from fedjax_mr.errors import UserError
 
 LEDGER = "ledger.json"
@@ -46,6 +46,11 @@ class Comparison:
     def names(self) -> list[str]:
         """The names of the methods."""
         return [method["name"] for method in self.ledger["methods"]]
+
+    @property
+    def decided(self) -> bool:
+        """Whether every pair is decided."""
+        return all(verdict.outcome != UNDECIDED for verdict in self.verdicts().values())
 
     def verdicts(self) -> dict[tuple[int, int], Verdict]:
         """The verdict on the first method of each pair (i, j) of places in `names`, i < j."""
