@@ -480,7 +480,7 @@ def _one_step(victim: Victim, rows: np.ndarray, variables: Variables) -> tuple[S
     dataset = dataclasses.replace(federated.dataset, x=federated.dataset.x[flat], y=federated.dataset.y[flat])
     small = FederatedData.of_sizes(dataset, np.full(len(rows), rows.shape[1]), public=federated.public)
     plain = local.setting(lr=config.lr, momentum=0.0, epochs=1, batch_size=rows.shape[1])
-    layout = {"devices": 1, "lanes": 1, "memory": "device", "data_placement": "device", "key": None}
+    layout = {"devices": 1, "lanes": 1, "memory": "device", "data_placement": "device"}
     rounds = simulator_of(config, small, model, cohort=len(rows), local=plain, architectures=None, **layout).rounds
     views, started = rounds.strategy.models, rounds.init()
     assert views is not None
