@@ -16,11 +16,11 @@ processes and threads of a simulator has its own row.
 two of the ten classes, with learning rate 0.1 and without momentum. The images are synthetic here, too. BlazeFL 3 needs
 Python 3.14 without its lock, so the newest version with worker processes takes part.
 
-``--course=resnet18`` trains BlazeFL's other benchmark network, torchvision's ResNet-18 (11,181,642 parameters), with two
-clients per round and one epoch. All clients have all ten classes. Statistics of BatchNorm are averaged, too.
+``--course=resnet18`` trains BlazeFL's other benchmark network, torchvision's ResNet-18 (11,181,642 parameters), with
+two clients per round and one epoch. All clients have all ten classes. Statistics of BatchNorm are averaged, too.
 
-``--course=flare`` has eight clients, and all of them train in each round. FLARE takes part in no other course: with more
-clients than workers, it starts a process for each client in each round.
+``--course=flare`` has eight clients, and all of them train in each round. FLARE takes part in no other course: with
+more clients than workers, it starts a process for each client in each round.
 
 ``--course=memory`` trains two clients per round, first 19 rounds, then 180 more: ``memory_before`` and ``memory`` show
 whether the memory grows with the rounds. Two runs with equal last losses to all digits (``--json``) have the same bits.

@@ -40,12 +40,8 @@ class ResNet18(nn.Module):
     def __init__(self, classes: int = 10) -> None:
         """Make the layers."""
         super().__init__()
-        self.conv1, self.bn1, self.pool = (
-            convolution(3, WIDTHS[0], 7, 2),
-            nn.BatchNorm2d(WIDTHS[0]),
-            nn.MaxPool2d(3, 2, 1),
-        )
         inputs = WIDTHS[0]
+        self.conv1, self.bn1, self.pool = convolution(3, inputs, 7, 2), nn.BatchNorm2d(inputs), nn.MaxPool2d(3, 2, 1)
         for stage, width in enumerate(WIDTHS):
             blocks = Block(inputs, width, 2 if stage else 1), Block(width, width, 1)
             self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
