@@ -1,7 +1,7 @@
 """FLARE's simulator: its `FedAvg` on a server process, and clients in worker processes.
 
 With fewer workers than clients, FLARE starts a process for each client's turn. With as many, each client keeps its
-process. The start of the simulator is not timed: its `FedAvg` waits for the next command, and its
+process. Clients that are not selected have turns, too. The start of the simulator is not timed: its `FedAvg` waits for the next command, and its
 rounds are timed from there. Meanwhile its processes are suspended. Otherwise it would start idle clients in turn.
 """
 
@@ -23,6 +23,8 @@ from nvflare.job_config.api import FedJob
 
 job = contest.job()
 x, y, test_x, test_y = contest.load(job)
+if len(y) > 10:
+    raise SystemExit("FLARE starts a process for each client in each round: use --course=flare")
 network = torch_parts.network()
 folder = tempfile.TemporaryDirectory()
 os.environ[flare_parts.ADDRESS] = str(Path(folder.name) / "socket")
