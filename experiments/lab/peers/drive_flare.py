@@ -1,8 +1,9 @@
 """FLARE's simulator: its `FedAvg` on a server process, and clients in worker processes.
 
 With fewer workers than clients, FLARE starts a process for each client's turn. With as many, each client keeps its
-process. Clients that are not selected have turns, too. The start of the simulator is not timed: its `FedAvg` waits for the next command, and its
-rounds are timed from there. Meanwhile its processes are suspended. Otherwise it would start idle clients in turn.
+process. Clients that are not selected have turns, too. The start of the simulator is not timed: its `FedAvg` waits for
+the next command, and its rounds are timed from there. Meanwhile its processes are suspended. Otherwise it would start
+idle clients in turn.
 """
 
 import contextlib
