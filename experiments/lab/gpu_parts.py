@@ -410,9 +410,9 @@ def blazefl(emit: Emit, sizes: Sizes) -> None:
 
     course, clients = peers.COURSES["blazefl"], 4 if sizes.dry else peers.CLIENTS
     with tempfile.TemporaryDirectory() as folder:
-        peers.write_data(file := Path(folder, "images.npz"), course.classes)
+        peers.write_data(file := Path(folder, "images.npz"), course.classes, clients)
         with np.load(file) as images:
-            x, y = images["x"][:clients], images["y"][:clients]
+            x, y = images["x"], images["y"]
             test = images["test_x"], images["test_y"]
         half, names = (0.5,) * 3, tuple(map(str, range(clients)))
         of_client = np.repeat(np.arange(clients, dtype=np.int32), y.shape[1])

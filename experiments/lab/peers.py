@@ -8,12 +8,19 @@
 FedAvg with LeNet-5 (62,006 parameters) on synthetic images of CIFAR-10's shape: 100 clients of 500 samples, 10 of them
 per round, five local epochs, batch 50, SGD with learning rate 0.01 and momentum 0.5, on the CPU. ``ours`` is this
 project, ``torch_loop`` a plain PyTorch loop through a DataLoader, ``torch_best`` the same without a DataLoader,
-``pfl`` the simulation of pfl-research, ``flower`` that of Flower, ``fedjax`` FedJAX, ``flgo`` FLGo, and ``blazefl``
-BlazeFL. On two and more cores, each arrangement of processes and threads of a simulator has its own row.
+``pfl`` the simulation of pfl-research, ``flower`` that of Flower, ``fedjax`` FedJAX, ``flgo`` FLGo, ``blazefl``
+BlazeFL, ``fluke`` fluke, and ``flare`` the simulator of NVIDIA FLARE. On two and more cores, each arrangement of
+processes and threads of a simulator has its own row.
 
 ``--course=blazefl`` has the numbers of BlazeFL's published benchmark: all 100 clients train in each round, each with
 two of the ten classes, with learning rate 0.1 and without momentum. The images are synthetic here, too. BlazeFL 3 needs
 Python 3.14 without its lock, so the newest version with worker processes takes part.
+
+``--course=resnet18`` trains BlazeFL's other benchmark network, torchvision's ResNet-18 (11,181,642 parameters), with
+two clients per round and one epoch. All clients have all ten classes. Statistics of BatchNorm are averaged, too.
+
+``--course=flare`` has eight clients, and all of them train in each round. FLARE takes part in no other course: with
+more clients than workers, it starts a process for each client in each round.
 
 ``--course=memory`` trains two clients per round, first 19 rounds, then 180 more: ``memory_before`` and ``memory`` show
 whether the memory grows with the rounds. Two runs with equal last losses to all digits (``--json``) have the same bits.
@@ -60,7 +67,6 @@ import numpy as np
 
 DRIVERS = Path(__file__).parent / "peers"
 CLIENTS, SAMPLES, TEST, EPOCHS, BATCH = 100, 500, 2_000, 5, 50
-PARAMETERS = 62_006
 FIGURES = (
     "seconds", "ratio", "cpu_seconds", "cpu_ratio", "memory_before", "memory", "loss_before", "loss_after",
     "accuracy_after",
@@ -80,6 +86,10 @@ class Course(NamedTuple):
     more: int = 0  # rounds after those, which are not timed
     seeds: int = 0  # 0: one seed, round by round in turns. Otherwise whole runs of as many seeds
     rounds: int = 20  # of each seed
+    network: str = "lenet5"
+    parameters: int = 62_006  # of the network
+    epochs: int = EPOCHS
+    clients: int = CLIENTS
 
 
 COURSES = {
@@ -87,7 +97,10 @@ COURSES = {
     "blazefl": Course(100, 0.1, 0.0, 2, 1),
     "memory": Course(2, 0.01, 0.0, 10, 19, 180),
     "seeds": Course(10, 0.01, 0.0, 10, 0, seeds=16),
+    "resnet18": Course(2, 0.1, 0.0, 10, 1, network="resnet18", parameters=11_181_642, epochs=1),
+    "flare": Course(8, 0.01, 0.5, 10, 2, clients=8),
 }
+APART = ("blazefl", "flare")  # not in the usual course: the one knows no momentum, the other needs a process per client
 OLDEST = {"blazefl": (3, 12)}  # Python of an environment
 ENVIRONMENTS = {  # what pip installs; nothing: the environment that runs this script
     "ours": (),
@@ -98,6 +111,8 @@ ENVIRONMENTS = {  # what pip installs; nothing: the environment that runs this s
     "fedjax": ("fedjax==0.0.17", "jax==0.5.3", "jaxlib==0.5.3", "dm-haiku==0.0.14"),
     "flgo": (TORCH, "flgo==0.4.4"),
     "blazefl": (TORCH, "blazefl==2.0.3", "numpy", "tqdm"),  # it imports tqdm and does not require it
+    "fluke": (TORCH, "fluke-fl==0.8.1"),
+    "flare": (TORCH, "nvflare==2.9.0", "numpy"),
 }
 
 
@@ -132,6 +147,11 @@ def threads_alone(variant: str = "") -> Arrange:
     return lambda cores: (Arrangement("process", 1, cores, variant),)
 
 
+def few_or_many_workers(cores: int) -> tuple[Arrangement, ...]:
+    """The arrangements of FLARE: a worker per core, and eight of them."""
+    return tuple(Arrangement("worker", workers, 1) for workers in sorted({cores, 8}))
+
+
 def jit_or_pmap(cores: int) -> tuple[Arrangement, ...]:
     """The backends of FedJAX: all cores for one client, and a device per core."""
     devices = Arrangement("device", cores, 1, "pmap")
@@ -147,6 +167,8 @@ CONTESTANTS: dict[str, tuple[str, Arrange]] = {  # environment (and driver), arr
     "fedjax": ("fedjax", jit_or_pmap),
     "flgo": ("flgo", threads_alone()),
     "blazefl": ("blazefl", lambda cores: (Arrangement("process", cores, 1),)),
+    "fluke": ("fluke", threads_alone()),
+    "flare": ("flare", few_or_many_workers),
     "ours_async": ("ours", lambda cores: (Arrangement("device", cores, 1, "async"),)),
     "flgo_async": ("flgo", threads_alone("async")),
 }
@@ -209,22 +231,22 @@ def last_line(text: str) -> str:
 # ---- The data
 
 
-def write_data(path: Path, classes: int) -> None:
+def write_data(path: Path, classes: int, clients: int) -> None:
     """Write images of bytes that can be learnt: a pattern of 4 x 4 coloured squares per class, with noise.
 
     Clients have all ten classes, or fewer ``classes``: as many shards of the images in the order of their labels.
     """
     random = np.random.default_rng(0)
     patterns = random.integers(0, 128, (10, 4, 4, 3), np.uint8).repeat(8, 1).repeat(8, 2)
-    count = CLIENTS * SAMPLES
+    count = clients * SAMPLES
     y = random.integers(0, 10, count + TEST, np.int32)
     x = random.integers(0, 128, (len(y), 32, 32, 3), np.uint8)
     x += patterns[y]
     order = np.arange(count)
     if classes < 10:
-        shards = np.argsort(y[:count], kind="stable").reshape(CLIENTS * classes, -1)
+        shards = np.argsort(y[:count], kind="stable").reshape(clients * classes, -1)
         order = shards[random.permutation(len(shards))].reshape(-1)
-    by_client = lambda array: array[order].reshape(CLIENTS, SAMPLES, *array.shape[1:])
+    by_client = lambda array: array[order].reshape(clients, SAMPLES, *array.shape[1:])
     np.savez(path, x=by_client(x), y=by_client(y), test_x=x[count:], test_y=y[count:])
 
 
@@ -306,8 +328,8 @@ class Contestant:
         python = interpreter(self.environment, folder)
         threads = self.arrangement.threads
         job = {
-            "data": str(data), "cohort": self.course.cohort, "epochs": epochs, "batch": BATCH,
-            "lr": self.course.lr, "momentum": self.course.momentum,
+            "data": str(data), "network": self.course.network, "cohort": self.course.cohort, "epochs": epochs,
+            "batch": BATCH, "lr": self.course.lr, "momentum": self.course.momentum,
             "processes": self.arrangement.processes, "threads": threads, "variant": self.arrangement.variant,
             "seed": self.seeds.start, "seeds": len(self.seeds),
         }  # fmt: skip
@@ -326,8 +348,8 @@ class Contestant:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True,
             )  # fmt: skip
         self.facts = self.answer()
-        if self.facts["parameters"] != PARAMETERS:
-            raise FailedError(f"its network has {self.facts['parameters']} parameters, not {PARAMETERS}")
+        if self.facts["parameters"] != self.course.parameters:
+            raise FailedError(f"its network has {self.facts['parameters']} parameters, not {self.course.parameters}")
         self.test()
         if self.course.warm_up:
             self.ask(self.course.warm_up)
@@ -500,7 +522,8 @@ def main(given: Sequence[str] | None = None) -> int:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_mr" / "peers"
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("peers.py", description=__doc__, formatter_class=formatter)
-    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names with commas (default: all)")
+    usual = ",".join(name for name in CONTESTANTS if name not in APART)
+    parser.add_argument("--contestants", default=usual, help=f"names with commas (default {usual})")
     parser.add_argument("--course", default="peers", choices=COURSES, help="the work (default peers)")
     parser.add_argument("--cores", default="1,2", help="numbers with commas (default 1,2)")
     parser.add_argument("--repeats", type=int, help="turns (default 5; with --quick 2)")
@@ -523,13 +546,13 @@ def main(given: Sequence[str] | None = None) -> int:
     repeats = (2 if arguments.quick else 5) if arguments.repeats is None else arguments.repeats
     if repeats < 1:
         parser.error(f"--repeats={repeats}: at least 1")
-    epochs = 1 if arguments.quick else EPOCHS
+    epochs = 1 if arguments.quick else COURSES[arguments.course].epochs
     folder = arguments.environments.resolve()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary) / "images.npz"
         course = COURSES[arguments.course]
-        write_data(data, course.classes)
+        write_data(data, course.classes, course.clients)
         for cores in numbers:
             work = {"course": course, "epochs": epochs}
             if course.seeds:

@@ -25,6 +25,7 @@ class Job:
 
     Attributes:
       data: the file that `load` reads.
+      network: its name: ``lenet5`` or ``resnet18``.
       cohort: K, clients of a round.
       epochs: local epochs.
       batch: samples of a local step.
@@ -38,6 +39,7 @@ class Job:
     """
 
     data: str
+    network: str
     cohort: int
     epochs: int
     batch: int

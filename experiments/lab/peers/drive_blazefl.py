@@ -1,6 +1,7 @@
 """BlazeFL's `FedAvgProcessPoolClientTrainer`: a pool of processes in each round, models through shared memory.
 
-Its optimizer has no momentum, so it takes part in courses without one.
+Its optimizer has no momentum, so it takes part in courses without one. The statistics of BatchNorm are averaged with
+the parameters.
 """
 
 import importlib.metadata
@@ -18,16 +19,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Name(StrEnum):
-    """The only network."""
+    """The networks."""
 
     LENET5 = "lenet5"
+    RESNET18 = "resnet18"
 
 
 class Networks:
     """The networks by name."""
 
     def select_model(self, model_name: Name) -> torch.nn.Module:
-        """LeNet-5."""
+        """The network of the course."""
         return torch_parts.network()
 
 
@@ -62,12 +64,12 @@ def main() -> None:
     torch.set_num_threads(1)
     x, y, test_x, test_y = contest.load(job)
     folder, count = Path(tempfile.mkdtemp()), len(y)
-    networks, clients = Networks(), Clients(folder, x, y)
+    networks, name, clients = Networks(), Name(job.network), Clients(folder, x, y)
     server = FedAvgBaseServerHandler(
-        networks, Name.LENET5, clients, 10**6, count, job.cohort / count, "cpu", job.batch, seed=job.seed
+        networks, name, clients, 10**6, count, job.cohort / count, "cpu", job.batch, seed=job.seed
     )  # fmt: skip
     trainer = FedAvgProcessPoolClientTrainer(
-        networks, Name.LENET5, folder, folder, clients, "cpu", count, job.epochs, job.batch, job.lr, 0, job.processes,
+        networks, name, folder, folder, clients, "cpu", count, job.epochs, job.batch, job.lr, 0, job.processes,
         IPCMode.SHARED_MEMORY,
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """pfl-research's simulation with PyTorch: `FederatedAveraging` on a `SimulatedBackend`.
 
-Several processes are workers that share the clients of a round. pfl keeps the order of a client's samples.
+Several processes are workers that share the clients of a round. pfl keeps the order of a client's samples, so they are
+shuffled when the client is drawn: where clients have few classes, the samples come in the order of their labels.
 """
 
 import importlib.metadata
@@ -33,6 +34,7 @@ from pfl.model.pytorch import PyTorchModel  # noqa: E402
 
 x, y, test_x, test_y = contest.load(job)
 np.random.seed(0)  # noqa: NPY002 (pfl draws from it): the same cohorts in every process
+random = np.random.default_rng(rank)  # for the samples
 
 
 class Network(torch.nn.Module):
@@ -54,7 +56,11 @@ class Network(torch.nn.Module):
 
 def clients() -> FederatedDataset:
     """The clients. The dataset of a client is created when the client is drawn."""
-    make = lambda client: PyTorchTensorDataset(torch_parts.tensors(x[client], y[client]))
+
+    def make(client: int) -> PyTorchTensorDataset:
+        order = random.permutation(len(y[client]))
+        return PyTorchTensorDataset(torch_parts.tensors(x[client][order], y[client][order]))
+
     return FederatedDataset(make, get_user_sampler("minimize_reuse", list(range(len(y)))))
 
 

@@ -1,6 +1,7 @@
 """PyTorch's plain loop over the clients; with the variant ``loader`` through a DataLoader, as the papers' code trains.
 
-Several processes share the clients of a round and add up their networks through ``torch.distributed``.
+Several processes share the clients of a round and add up their networks through ``torch.distributed``. The statistics
+of BatchNorm are averaged with the parameters.
 """
 
 import contest
@@ -17,7 +18,8 @@ if job.processes > 1:
     distributed.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=job.processes)
 x, y, test_x, test_y = contest.load(job)
 network = torch_parts.network()
-server = parameters_to_vector(network.parameters()).detach().clone()
+averaged = [tensor for tensor in (*network.parameters(), *network.buffers()) if tensor.is_floating_point()]
+server = parameters_to_vector(averaged).detach().clone()
 random = np.random.default_rng(job.seed)  # the same cohorts in every process
 
 
@@ -26,9 +28,9 @@ def train(rounds: int) -> None:
     for _ in range(rounds):
         total = torch.zeros_like(server)
         for client in random.choice(len(y), job.cohort, replace=False)[rank :: job.processes]:
-            vector_to_parameters(server.clone(), network.parameters())
+            vector_to_parameters(server.clone(), averaged)
             torch_parts.train_client(network, job, x[client], y[client], loader=job.variant == "loader")
-            total += parameters_to_vector(network.parameters()).detach()
+            total += parameters_to_vector(averaged).detach()
         if job.processes > 1:
             distributed.all_reduce(total)
         server.copy_(total / job.cohort)
@@ -36,7 +38,7 @@ def train(rounds: int) -> None:
 
 def test() -> tuple[float, float]:
     """Loss and accuracy of the global model."""
-    vector_to_parameters(server.clone(), network.parameters())
+    vector_to_parameters(server.clone(), averaged)
     return torch_parts.test(network, test_x, test_y)
 
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+import contest
 import numpy as np
 import torch
-from contest import Job, job
+import torch_resnet
+from contest import Job
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -14,9 +16,10 @@ VERSION = f"torch {torch.__version__.partition('+')[0]}"
 
 
 def network() -> torch.nn.Module:
-    """LeNet-5 with the same parameters in every process."""
-    torch.manual_seed(job().seed)
-    return torch_networks.lenet5()
+    """The network of the course with the same parameters in every process."""
+    job = contest.job()
+    torch.manual_seed(job.seed)
+    return {"lenet5": torch_networks.lenet5, "resnet18": torch_resnet.ResNet18}[job.network]()
 
 
 def count(module: torch.nn.Module) -> int:
@@ -45,6 +48,7 @@ def train_client(module: torch.nn.Module, job: Job, x: np.ndarray, y: np.ndarray
     """Train the network on a client's images [n, 32, 32, 3] and labels [n]."""
     optimizer = torch.optim.SGD(module.parameters(), lr=job.lr, momentum=job.momentum)
     images, labels = tensors(x, y)
+    module.train()
     for _ in range(job.epochs):
         for x_batch, y_batch in batches(images, labels, job.batch, loader=loader):
             optimizer.zero_grad()
@@ -56,5 +60,6 @@ def train_client(module: torch.nn.Module, job: Job, x: np.ndarray, y: np.ndarray
 def test(module: torch.nn.Module, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     """Loss and accuracy on images [n, 32, 32, 3] and labels [n]."""
     images, labels = tensors(x, y)
+    module.eval()
     logits = module(images)
     return cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).float().mean().item()
