@@ -24,7 +24,7 @@ from fluke.data import DataSplitter, DummyDataContainer, FastDataLoader
 job = contest.job()
 torch.set_num_threads(job.threads)
 x, y, test_x, test_y = contest.load(job)
-FlukeENV().set_seed(0)
+FlukeENV().set_seed(job.seed)
 FlukeENV().set_device("cpu")
 FlukeENV().set_eval_cfg(server=False, locals=False, pre_fit=False, post_fit=False)
 
