@@ -26,6 +26,7 @@ code is 1 if devices wait for the host in a round, or for each other while clien
 
 import argparse
 import atexit
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -54,6 +55,7 @@ from fedjax_mr.experiment.build import build_model, simulator_of
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.models import platforms
 from fedjax_mr.models.__main__ import multiply_adds
+from fedjax_mr.models.windows import CONVOLUTIONS
 from hlo import Module, collectives, launches
 
 BATCH, TEST_SAMPLES = 50, 10_000
@@ -350,6 +352,7 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=10, help="K")
     parser.add_argument("--lanes", type=int, help="clients side by side on a device; default: all of a device")
     parser.add_argument("--batch_size", type=int, default=BATCH)
+    parser.add_argument("--convolution", choices=CONVOLUTIONS, default="auto", help="as that of a run (default auto)")
     parser.add_argument("--samples", type=int, help="of the federation; default: 20 per client")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     options = parser.parse_args()
@@ -361,6 +364,7 @@ def main() -> None:
         for model in options.models.split(","):
             for strategy in options.strategies.split(","):
                 config = configured(strategy, model, cohort=options.cohort, batch_size=options.batch_size)
+                config = dataclasses.replace(config, convolution=options.convolution)
                 done = compile_round(options.target, config, lanes=options.lanes, count=options.samples)
                 wrong += [f"{strategy} with {model}: {fault}" for fault in faults(done)]
                 for row in table(options.target, config, done):

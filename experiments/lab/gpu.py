@@ -52,9 +52,7 @@ PARTS = {  # the most important first: the last ones are lost if time runs out
     "graphs_small": Part(30, "graphs", f"{GRAPHS}: from two kernels on", "--xla_gpu_graph_min_graph_size=2"),
     "graphs_loops": Part(30, "graphs", f"{GRAPHS}: loops too", "--xla_gpu_enable_command_buffer=+WHILE"),
     "graphs_none": Part(30, "graphs", f"{GRAPHS}: none", "--xla_gpu_enable_command_buffer="),
-    "record": Part(
-        900, "record", "ResNet-20 on CIFAR-10, 500 rounds: three methods side by side, checkpoints in --out"
-    ),
+    "record": Part(900, "record", "ResNet-20 on CIFAR-10, 500 rounds: three methods, checkpoints in --out"),
 }
 
 Row = dict[str, Any]
