@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+FIRST = "simulator_in_ten_lines"  # what a newcomer opens first
 CELL = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
 
 
@@ -42,9 +43,11 @@ def test_the_algorithm_is_written_without_the_package():
     assert kind == "code" and code and "fedjax_mr" not in code
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="pip install 'fedjax_mr[docs]'")
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, id=path.stem, marks=() if path.stem == FIRST else pytest.mark.slow) for path in SCRIPTS],
+)
 def test_a_notebook_runs(script, tmp_path):
     """Its cells run as a script, with fewer rounds; what they assert holds."""
     text, count = re.subn(r"^rounds = \d+$", "rounds = 10", script.read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -45,7 +45,7 @@ simulator = fmr.Simulator("fedmr", "cnn_digits", federated, cohort=5, seed=0)
 state = simulator.init()
 for _ in range(rounds // 10):
     state, report = simulator.run(state, 10)  # 10 rounds in one compiled call
-    accuracy, loss = simulator.test(state)
+    accuracy = simulator.test(state).accuracy
     print(f"round {int(state.round):3}: training loss {report.train_loss:.3f}, test accuracy {accuracy:.3f}")
 
 # %% [markdown]
