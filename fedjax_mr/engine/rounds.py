@@ -212,6 +212,8 @@ class Rounds:
             self.programs.shapes("rounds", self.constants, progress, number, None)
             return
         plan, rows = self.programs.shapes("begin", self._server_constants, progress)
+        # As `_call_clients` places them: the same shapes elsewhere are traced again.
+        number, rows = shapes_at(number, self.axis.replicated), shapes_at(rows, self.axis.sharded)
         if self._samples is not None:
             rows = rows._replace(samples=self._samples.shapes(*rows.size.shape))
         trained = self.programs.shapes("clients", (self.constants, number), rows)

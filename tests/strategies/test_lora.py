@@ -598,3 +598,9 @@ def test_clients_of_a_smaller_rank_keep_it_and_nothing_frozen_changes(name):
     if name == "hetlora":
         for _, a, b in adapters.pairs(jax.device_get(state.server.model)):
             assert np.all(a[:, 1:] == 0) and np.all(b[1:] == 0) and np.any(b[:1] != 0)
+
+
+def test_clients_on_two_devices_are_traced_once(engine):
+    rounds = engine("fedit", devices=2)
+    rounds.run(rounds.init(), 2)
+    assert {program.traces for program in rounds.programs.values()} == {1}
