@@ -22,6 +22,7 @@ import numpy as np
 from fedjax_mr import main
 from fedjax_mr.experiment.checkpoint import MANIFEST, Checkpoints
 from fedjax_mr.experiment.folder import read_rows, saved_round
+from fedjax_mr.results import manifest
 from fedjax_mr.strategies import STRATEGIES, on_any_network
 from fedjax_mr.terminal import interrupts
 
@@ -303,8 +304,14 @@ def stopped_from(straight: Path, run: Path, round: int) -> None:
     for path in (run / "checkpoints").iterdir():
         if int(path.name) > round or int(path.name) < round - 1:
             shutil.rmtree(path)
-    rows = [line for line in (run / "metrics.jsonl").read_text().splitlines() if json.loads(line)["round"] <= round]
-    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in rows))
+    metrics = run / "metrics.jsonl"
+    rows = [line for line in metrics.read_text().splitlines() if json.loads(line)["round"] <= round]
+    metrics.write_text("".join(f"{line}\n" for line in rows))
+    sealed = manifest.read_run(run)
+    of_metrics = {metrics.name: manifest.crc(metrics)}
+    files = {name: crc for name, crc in sealed["files"].items() if (run / name).exists()} | of_metrics
+    sizes = sealed.get("sizes", {}) | {metrics.name: metrics.stat().st_size}
+    (run / manifest.MANIFEST).write_text(manifest.text_of(files, sizes=sizes))
 
 
 def _damage(world: World, chance: random.Random, run: Path, round: int) -> str:
