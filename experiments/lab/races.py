@@ -1,8 +1,8 @@
 """Draw README's picture of the races: seconds of a round, memory after 200 rounds, and seconds of 16 seeds.
 
-    python experiments/lab/races.py --blazefl=FILE --memory=FILE --seeds=FILE [--out=docs/assets/races.svg]
+    python experiments/lab/races.py [--rows=experiments/notebook/races] [--out=docs/assets/races.svg]
 
-The files are those of ``peers.py --json`` with the courses of the same names. Of the arrangements of a simulator, the
+The folder has a file ``COURSE.json`` of ``peers.py --json`` for each course. Of the arrangements of a simulator, the
 picture shows the fastest.
 """
 
@@ -37,11 +37,12 @@ def fastest(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def main() -> None:
     """Read the files and draw."""
     parser = argparse.ArgumentParser("races.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name in PANELS:
-        parser.add_argument(f"--{name}", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--rows", type=Path, default=Path("experiments/notebook/races"), metavar="FOLDER")
     parser.add_argument("--out", type=Path, default=Path("docs/assets/races.svg"), metavar="FILE")
     options = parser.parse_args()
-    courses = {name: fastest(json.loads(getattr(options, name).read_text(encoding="utf-8"))) for name in PANELS}
+    courses = {
+        name: fastest(json.loads((options.rows / f"{name}.json").read_text(encoding="utf-8"))) for name in PANELS
+    }
     contestants = [name for name in TITLES if any(name in rows for rows in courses.values())]
     with picture(options.out, (9, 0.6 + 0.34 * len(contestants))) as figure:
         axes = figure.subplots(1, len(PANELS), sharey=True)

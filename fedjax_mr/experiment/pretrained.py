@@ -15,6 +15,7 @@ from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.checkpoint import read_arrays
 from fedjax_mr.experiment.trained import NETWORK, VARIABLES
 from fedjax_mr.models import MODELS, Model, Variables, parts
+from fedjax_mr.results import manifest
 
 EXPORT = "python -m fedjax_mr.export"
 
@@ -71,8 +72,26 @@ def _exported(folder: str, needed: Mapping[tuple, Any]) -> Variables:
         there, here = leaf.shape, needed[name].shape if name in needed else leaf.shape
         return there != here and there[:-1] == here[:-1] and there[-1:] == (classes,)
 
+    _require_whole(path)
     leaves = parts.flat(read_arrays(path / VARIABLES)).items()
     return unflatten_dict({name: leaf for name, leaf in leaves if not of_other_classes(name, leaf)})
+
+
+def _require_whole(path: Path) -> None:
+    """Compare the variables with the manifest of the export, if it has one: those of 0.4.0 have none.
+
+    Raises:
+      UserError: a file is missing or has changed. Orbax does not notice each changed byte.
+    """
+    if not (path / manifest.MANIFEST).exists():
+        return
+    try:
+        content = manifest.read(path)
+    except manifest.DamageError as error:
+        raise UserError(f"{path} is damaged ({error}): export the network again") from None
+    for name in content["files"]:
+        if reason := manifest.fault(path, content, name):
+            raise UserError(f"{path / name} is damaged (it {reason}): export the network again")
 
 
 def _from_elsewhere(folder: str, network: str) -> Variables:

@@ -25,6 +25,7 @@ from fedjax_mr.experiment.checkpoint import save_arrays
 from fedjax_mr.keys import random_key
 from fedjax_mr.models import MODELS, Model, Variables, calls, generation
 from fedjax_mr.models.nnx_module import NNXModule
+from fedjax_mr.results import manifest
 
 VARIABLES, NETWORK = "variables", "network.json"  # files of an exported network
 PLAIN = (bool, int, float, str, type(None))
@@ -157,9 +158,9 @@ class TrainedNetwork:
     def export(self, folder: Path | str, *, merged: bool = False) -> Path:
         """Write a folder that loads with only orbax and Flax, and return its path.
 
-        It contains ``variables`` (orbax), ``network.json`` (class, fields, normalisation), ``example.py`` and
-        ``README.md``. The variables are all those of the module, also the frozen ones. A network with a format of its
-        source is written in that (`models.ModelRow.export`).
+        It contains ``variables`` (orbax), ``network.json`` (class, fields, normalisation), ``example.py``,
+        ``README.md`` and ``manifest.json``, the checksums of the variables. The variables are all those of the module,
+        also the frozen ones. A network with a format of its source is written in that (`models.ModelRow.export`).
 
         Args:
           folder: the new folder.
@@ -184,7 +185,9 @@ class TrainedNetwork:
                 write(self.model.module, variables, folder)
                 return folder
             save_arrays(folder / VARIABLES, variables)
-            for name, text in texts.items():
+            written = [path for path in sorted((folder / VARIABLES).rglob("*")) if path.is_file()]
+            checksums = {str(path.relative_to(folder)): manifest.crc(path) for path in written}
+            for name, text in (texts | {manifest.MANIFEST: manifest.text_of(checksums)}).items():
                 with files.atomic_write(folder / name) as path:
                     path.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -329,6 +332,7 @@ README = """# @NAME@
 @ORIGIN@.
 
 - `variables`: all Flax collections, written by orbax: `orbax.checkpoint.StandardCheckpointer().restore(PATH)`.
+  `manifest.json` has their checksums (CRC-32), which a run that starts from this folder compares.
 - `network.json`: the class of the network and its fields, the samples, and their normalisation: the network sees
   `x * scale + shift`.
 - `example.py`: `python example.py [SAMPLES.npy]` prints the @PREDICTED@

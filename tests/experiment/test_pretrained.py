@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -93,9 +94,19 @@ def images(classes):
     return data.from_arrays(x, y, num_classes=classes)
 
 
+def _each_changed_byte_is_noticed(base):
+    for path in filter(Path.is_file, (base / "variables").rglob("*")):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(UserError, match=rf"{path} is damaged \(it was changed\): export the network again"):
+            build_model(Config(model="mlp", pretrained=str(base)), images(4))
+        path.write_bytes(content)
+
+
 def _every_reader_refuses_another_base(run_folder, base, monkeypatch):
     """The weights of the frozen network change in place, as if they were downloaded again."""
     weights = read_arrays(base / "variables")
+    (base / "manifest.json").unlink()
     shutil.rmtree(base / "variables")
     save_arrays(base / "variables", jax.tree.map(lambda leaf: leaf * 2, weights))
     saved = fmr.load(run_folder, dataset=images(3))
@@ -137,6 +148,7 @@ def test_a_run_starts_from_an_exported_network(tmp_path, equal, monkeypatch):
         build_model(Config(model="cnn_digits", pretrained=str(folder)), images(4))
     adapted = Config(**short, strategy="fedmr", adapter="lora", pretrained=str(folder), run_dir=str(tmp_path / "next"))
     assert run(adapted, dataset=images(3), record=False).summary["rounds"] == 1
+    _each_changed_byte_is_noticed(folder)
     _every_reader_refuses_another_base(tmp_path / "next", folder, monkeypatch)
     (folder / "variables").rename(folder / "others")
     with pytest.raises(UserError, match="exported/variables cannot be read"):
