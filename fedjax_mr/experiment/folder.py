@@ -39,6 +39,7 @@ from fedjax_mr.results.rows import read_summary as read_summary
 RUNS = "runs"  # parent folder of runs without --run_dir
 DATA = ("samples.json", "partition.npz")  # files about the data, which do not change
 STATES = ("new", "started", "diverged", "finished")  # of a run folder, in order; "new" has no checkpoint
+WRITTEN_IN_ROUNDS = {MANIFEST, "checkpoints", "info", "metrics.jsonl", "metrics.csv"}  # while a run goes on
 PICTURES = ("png", "pdf", "svg")  # --picture_format
 ARRIVALS = "arrivals.json"  # the seconds of asynchronous real clients, in the folder of their run
 REAL_CLIENTS = "clients.json"  # the identities of real clients, in the folder of their run
@@ -440,11 +441,12 @@ def run_state(folder: Path | str) -> str:
 
 
 def is_leftover(folder: Path | str) -> bool:
-    """Whether a folder contains only checkpoints, because its run folder was removed while one was written."""
+    """Whether a folder contains only what its run wrote while the run folder was being removed."""
     folder = Path(folder)
-    if not folder.is_dir() or _visible_names(folder) != ["checkpoints"]:
+    names = set(_visible_names(folder)) if folder.is_dir() else set()
+    if not names & {"checkpoints", MANIFEST} or names - WRITTEN_IN_ROUNDS:
         return False
-    return Checkpoints(folder / "checkpoints").has_nothing_else()
+    return "checkpoints" not in names or Checkpoints(folder / "checkpoints").has_nothing_else()
 
 
 def saved_round(folder: Path | str) -> int | None:

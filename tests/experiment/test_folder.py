@@ -170,10 +170,12 @@ def test_overwrite_needs_a_run_folder():
     assert RunFolder.open(Config(run_dir="new", overwrite=True)).path == Path("new")
 
 
-def test_the_remains_of_a_removed_folder_can_be_overwritten():
+@pytest.mark.parametrize("written", [(), ("manifest.json",), ("manifest.json", "metrics.jsonl", "metrics.csv")])
+def test_the_remains_of_a_removed_folder_can_be_overwritten(written):
+    """Its run may write on while it is being removed."""
     path = a_run(Config(run_dir="a"))
     for each in path.iterdir():
-        if each.name not in (".lock", "checkpoints"):
+        if each.name not in (".lock", "checkpoints", *written):
             each.unlink()
     assert run_state("a") == "new"
     assert "overwrite=True replaces it" in error_of(RunFolder.open, Config(run_dir="a"))
