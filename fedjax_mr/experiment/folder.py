@@ -444,7 +444,7 @@ def is_leftover(folder: Path | str) -> bool:
     """Whether a folder contains only what its run wrote while the run folder was being removed."""
     folder = Path(folder)
     names = set(_visible_names(folder)) if folder.is_dir() else set()
-    if not names & {"checkpoints", MANIFEST} or names - WRITTEN_IN_ROUNDS:
+    if names != {"checkpoints"} and not {MANIFEST} <= names <= WRITTEN_IN_ROUNDS:  # files of others have no manifest
         return False
     return "checkpoints" not in names or Checkpoints(folder / "checkpoints").has_nothing_else()
 
