@@ -487,7 +487,7 @@ def campaign(name: str, cores: int, folder: Path, data: Path, *, course: Course,
             contestant.test()
             return started, contestant.tests[-1]
         finally:
-            contestant.stop(patience=0)  # after the last test, its seconds are nobody's
+            contestant.stop(patience=0)  # its end is not timed
             free.append(contestant.first_core)
 
     row: dict[str, Any] = {"cores": cores, "contestant": name, "arrangement": f"{len(groups)} x {arrangement}"}
