@@ -16,6 +16,7 @@ from fedjax_mr.data.sources.arrays import from_arrays
 from fedjax_mr.data.sources.images import from_images
 from fedjax_mr.data.sources.table import from_table
 from fedjax_mr.data.sources.text import from_texts
+from fedjax_mr.engine.layout import Layout
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import DivergedError, Interrupted, UserError
 from fedjax_mr.experiment.experiment import Result
@@ -59,6 +60,7 @@ __all__ = [
     "Fleet",
     "FleetRow",
     "Interrupted",
+    "Layout",
     "Link",
     "LinkRow",
     "LossRow",

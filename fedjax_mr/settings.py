@@ -138,10 +138,14 @@ def check(hyper: Any, owner: str = "hyper.") -> None:
         name = f"{owner}{own.argument or each.name}"
         if own.choices and isinstance(value, str) and value not in own.choices:
             raise unknown_name(name, value, own.choices)
-        if hints[each.name] in (int, int | None) and isinstance(value, float | np.floating):
-            raise UserError(f"{name}={value} must be a whole number")
+        if hints[each.name] in (int, int | None) and value is not None and not _is_whole(value):
+            raise UserError(f"{name}={value!r} must be a whole number")
         if isinstance(value, int | float | np.number) and not own.allows(float(value)):
             raise UserError(f"{name}={value} is out of range (allowed: {own.allowed()})")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def make(owner: type | None, values: Mapping[str, Any], what: str) -> Any:

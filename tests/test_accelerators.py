@@ -207,7 +207,7 @@ def test_the_default_is_as_many_lanes_as_the_memory_holds(monkeypatch):
 
     def needed(lanes):
         axis = dataclasses.replace(of_lanes(devices=1, lanes=lanes, cohort_size=8), described=True)
-        programs = build.simulator_of(config, federated, model, axis=axis).rounds.compile()
+        programs = build.simulator_of(config, federated, model, layout=axis).rounds.compile()
         return max(memory_needed(programs.compiled(name)) for name in programs)
 
     lanes_of = lambda config: build.simulator_of(config, federated, model).axis.lanes

@@ -22,16 +22,18 @@ def pool(count=500):
     return fmr.from_arrays(x, (x[:, 0] > 0).astype(int))
 
 
-def simulator(strategy, clients=MANY, **options):
+def simulator(strategy, clients=MANY, memory="host"):
     federated = fmr.data.federate(pool(), partition="bootstrap", num_clients=clients, samples_per_client=5)
     local = fmr.local.setting(lr=0.1, epochs=1, batch_size=5)
-    return fmr.Simulator(strategy, "logistic", federated, cohort=4, local=local, **options)
+    return fmr.Simulator(
+        strategy, "logistic", federated, cohort=4, local=local, layout=fmr.Layout(devices=2, memory=memory)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fedmr", "scaffold"])
 def test_a_round_allocates_nothing_per_client(strategy):
-    mine = simulator(strategy, memory="host", devices=2)
+    mine = simulator(strategy)
     state, _ = mine.run(mine.init(), 2)
     tracemalloc.start()
     state, _ = mine.run(state, 2)
@@ -56,7 +58,7 @@ def test_a_cohort_of_many_clients_is_drawn_uniformly():
 
 
 def test_memory_exists_only_for_clients_that_have_trained():
-    mine = simulator("scaffold", memory="host", devices=2)
+    mine = simulator("scaffold")
     state = mine.init()
     assert len(state.memory) == 0
     state, _ = mine.run(state, 3)
@@ -89,7 +91,7 @@ def test_rows_are_read_and_written_at_the_right_place():
 def test_models_of_clients_with_memory_on_the_host_are_tested():
     accuracies = []
     for memory in ("device", "host"):  # on the host a few clients at a time, also those without memory
-        mine = simulator("fml", clients=30, memory=memory, devices=2)
+        mine = simulator("fml", clients=30, memory=memory)
         state, _ = mine.run(mine.init(), 2)
         accuracies.append(mine.personal(state).accuracy)
     np.testing.assert_array_equal(*accuracies)

@@ -8,8 +8,10 @@ PARTS = {
             "A federation as one Python object, the local training of its clients, and the data that it needs.",
             [
                 "fedjax_mr.engine.simulator.Simulator",
+                "fedjax_mr.engine.layout.Layout",
                 "fedjax_mr.client.local.setting",
                 "fedjax_mr.data.divide.federate",
+                "fedjax_mr.data.divide.Splits",
                 "fedjax_mr.data.sources.arrays.from_arrays",
                 "fedjax_mr.errors",
             ],

@@ -57,7 +57,7 @@ def count(strategy: str) -> Bytes:
     config = configuration.parse(flags(strategy))
     federated = federated_data(config)
     model = build_model(config, federated.dataset)
-    engine = simulator_of(config, federated, model, devices=1, lanes=1).rounds
+    engine = simulator_of(config, federated, model).rounds
 
     def objects(constants):
         progress = one_round.start(constants)

@@ -155,7 +155,9 @@ class Network(nn.Module):
 
 
 training = fmr.local.setting(lr=lr, momentum=momentum, epochs=epochs, batch_size=batch)
-simulator = fmr.Simulator("fedmr", Network(), federated, cohort=cohort, local=training, seed=seed, devices=1)
+simulator = fmr.Simulator(
+    "fedmr", Network(), federated, cohort=cohort, local=training, seed=seed, layout=fmr.Layout(devices=1)
+)
 state, package = simulator.init(), []
 for ours in history:
     state, report = simulator.run(state, 5)

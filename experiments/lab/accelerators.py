@@ -230,7 +230,7 @@ def compile_round(
     axis = axis_of(target, cohort=config.cohort, lanes=lanes)
     federated = federation(config, count)
     model = build_model(config, federated.dataset)
-    rounds = simulator_of(config, federated, model, axis=axis).rounds
+    rounds = simulator_of(config, federated, model, layout=axis).rounds
     before = [compile_seconds(*phases) for phases in (TRACING, COMPILING)]
     programs = rounds.compile()
     seconds = [compile_seconds(*phases) - earlier for phases, earlier in zip((TRACING, COMPILING), before, strict=True)]

@@ -56,7 +56,7 @@ import products
 import start
 from fedjax_mr.client.samples import Samples
 from fedjax_mr.config import config as configuration
-from fedjax_mr.engine.clients import assign, client_axis
+from fedjax_mr.engine.clients import assign
 from fedjax_mr.engine.devices import set_up_jax, usable_cores
 from fedjax_mr.engine.evaluation import Evaluation
 from fedjax_mr.engine.program import compile_seconds
@@ -133,14 +133,12 @@ class Contestant:
         self.name = name
         self.rounds = rounds
         self.times: list[tuple[int, float]] = []  # images and seconds of each timing
-        layout = {"devices": None, "lanes": None} | layout
-        axis = client_axis(cohort_size=config.cohort, **layout)
-        self.config = config
+        self.config = config = dataclasses.replace(config, **layout)
         self.federated = federated_data(config, dataset=dataset)
         self.model = build_model(config, self.federated.dataset)
         compiled = compile_seconds()
         with plain_layers() if plain else mock.MagicMock():
-            self.engine = simulator_of(config, self.federated, self.model, axis=axis).rounds
+            self.engine = simulator_of(config, self.federated, self.model).rounds
             self.progress = self.engine.run(self.engine.init(), warm_up)[0]
         self.compile_seconds = compile_seconds() - compiled
         self.peak_memory_bytes = peak_memory_bytes()

@@ -40,7 +40,9 @@ def main() -> None:
     flags = parser.parse_args()
     federated = fmr.data.federate(fmr.data.load("digits"), partition="dirichlet", num_clients=CLIENTS, alpha=0.5)
     local = fmr.local.setting(lr=0.1, epochs=1, batch_size=BATCH)
-    simulator = fmr.Simulator("fedavg", "logistic", federated, cohort=CLIENTS, local=local, devices=1)
+    simulator = fmr.Simulator(
+        "fedavg", "logistic", federated, cohort=CLIENTS, local=local, layout=fmr.Layout(devices=1)
+    )
     random = np.random.default_rng(0)
     some = [sorted(random.choice(CLIENTS, PRESENT, replace=False)) for _ in range(flags.federations)]
     every = [list(range(CLIENTS))] * flags.federations

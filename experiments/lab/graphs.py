@@ -54,7 +54,9 @@ def simulator_of(dataset, name, hyper, seed):
     """The federation of a seed: its partition and its random numbers."""
     federated = fmr.data.federate(dataset, partition="dirichlet", num_clients=16, seed=seed, alpha=0.1)
     setting = fmr.local.setting(lr=0.05, epochs=2, batch_size=20)
-    return fmr.Simulator(name, "mlp", federated, cohort=16, local=setting, hyper=hyper, seed=seed, devices=1)
+    return fmr.Simulator(
+        name, "mlp", federated, cohort=16, local=setting, hyper=hyper, seed=seed, layout=fmr.Layout(devices=1)
+    )
 
 
 def of_seed(dataset, name, hyper, seed, rounds):
@@ -82,7 +84,9 @@ def seconds() -> None:
     setting = fmr.local.setting(lr=0.05, steps=1, batch_size=20)
     for degree in (2, 4, 8, 16, 32, 63):
         hyper = dpsgd.Hyper(graph="regular", degree=degree)
-        one = fmr.Simulator("dpsgd", "mlp", federated, cohort=64, local=setting, hyper=hyper, devices=1)
+        one = fmr.Simulator(
+            "dpsgd", "mlp", federated, cohort=64, local=setting, hyper=hyper, layout=fmr.Layout(devices=1)
+        )
         state, _ = one.run(one.init(), 5)
         walls, works = [], []
         for _ in range(5):
@@ -103,7 +107,7 @@ def levels() -> None:
         *(("hierfavg", hierfavg.Hyper(edges=edges, period=period)) for edges in (2, 4) for period in (1, 2, 4)),
     ]
     for name, hyper in methods:
-        one = fmr.Simulator(name, "mlp", federated, cohort=16, local=setting, hyper=hyper, devices=1)
+        one = fmr.Simulator(name, "mlp", federated, cohort=16, local=setting, hyper=hyper, layout=fmr.Layout(devices=1))
         _, report = one.run(one.init(), 8)
         down, up, peer = (number / 8 / 1000 for number in report.traffic.num_bytes())
         chosen = (getattr(hyper, "edges", "-"), getattr(hyper, "period", "-"))

@@ -62,14 +62,21 @@ def compiled_clients(engine: Rounds) -> str:
 def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool = False) -> dict[str, Any]:
     """The collectives of one round and of the clients' program, and on request the time of a round."""
     config = fmr.Config(
-        strategy=strategy, model=model, cohort=cohort, clients=2 * cohort, partition="iid", local_epochs=1
+        strategy=strategy,
+        model=model,
+        cohort=cohort,
+        clients=2 * cohort,
+        partition="iid",
+        local_epochs=1,
+        devices=devices,
+        lanes=1,
     )
     federated = federated_data(config, dataset=synthetic(SHAPES[model], samples=25 * cohort))
     axis = client_axis(devices=devices, lanes=1, cohort_size=cohort)
     network = build_model(config, federated.dataset)
     # One program for whole rounds, as on accelerators; it is only compiled.
     described = dataclasses.replace(axis, fused=True, described=True)
-    engine = simulator_of(config, federated, network, axis=described).rounds
+    engine = simulator_of(config, federated, network, layout=described).rounds
     module = Module(engine.compile().compiled("rounds").as_text())
     transfers = [transfer for transfer in collectives(module, devices=devices) if transfer.computation != module.entry]
     exchanges = [transfer.bytes for transfer in transfers if transfer.kind == "all-to-all"]
@@ -87,7 +94,7 @@ def measure(strategy: str, model: str, *, devices: int, cohort: int, timed: bool
     }
     if timed:
         federated = federated_data(config, dataset=synthetic(SHAPES[model], samples=400 * cohort))
-        row["seconds_per_round"] = seconds_per_round(simulator_of(config, federated, network, axis=axis).rounds)
+        row["seconds_per_round"] = seconds_per_round(simulator_of(config, federated, network).rounds)
     return row
 
 
@@ -108,13 +115,19 @@ def seconds_per_round(engine: Rounds) -> float | None:
 def grow(strategy: str, model: str, *, clients: int, cohort: int, placement: str) -> dict[str, Any]:
     """Time and memory of rounds with N clients."""
     config = fmr.Config(
-        strategy=strategy, model=model, cohort=cohort, clients=clients, local_epochs=1, data_placement=placement
+        strategy=strategy,
+        model=model,
+        cohort=cohort,
+        clients=clients,
+        local_epochs=1,
+        data_placement=placement,
+        devices=1,
+        lanes=1,
     )
     pool = synthetic(SHAPES[model], samples=25_000)
     index = np.random.default_rng(0).integers(0, len(pool.y), 20 * clients).astype(np.int32)
     federated = data.FederatedData(pool, data.Split(index, np.arange(0, len(index) + 1, 20, dtype=np.int32)))
-    axis = client_axis(devices=1, lanes=1, cohort_size=cohort)
-    engine = simulator_of(config, federated, build_model(config, federated.dataset), axis=axis).rounds
+    engine = simulator_of(config, federated, build_model(config, federated.dataset)).rounds
     progress, _ = engine.run(engine.init(), 2)
     before, seconds, count = resident_bytes(), [], 100 if model == "logistic" else 5
     for _ in range(3):

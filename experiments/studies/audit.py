@@ -115,7 +115,9 @@ def simulator(method: str, noise_on: str) -> tuple[Simulator, Any]:
     federated = fmr.data.federate(dataset, num_clients=CLIENTS, partition="dirichlet", alpha=1.0, seed=1)
     local = fmr.local.setting(lr=0.05, steps=1, batch_size=32)
     build = build_of(method, noise_on)
-    return fmr.Simulator(build, "logistic", federated, cohort=CLIENTS, local=local, hyper=World(), devices=1), build
+    return fmr.Simulator(
+        build, "logistic", federated, cohort=CLIENTS, local=local, hyper=World(), layout=fmr.Layout(devices=1)
+    ), build
 
 
 def train(method: str, noise_on: str, noise: float, count: int, first_seed: int) -> dict[str, np.ndarray]:

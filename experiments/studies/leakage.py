@@ -50,6 +50,7 @@ from fedjax_mr.client.samples import Samples, gather
 from fedjax_mr.config import config as configuration
 from fedjax_mr.data import FederatedData
 from fedjax_mr.engine.clients import positions
+from fedjax_mr.engine.layout import Layout
 from fedjax_mr.engine.program import Program
 from fedjax_mr.engine.round import (
     DISPATCH,
@@ -480,8 +481,8 @@ def _one_step(victim: Victim, rows: np.ndarray, variables: Variables) -> tuple[S
     dataset = dataclasses.replace(federated.dataset, x=federated.dataset.x[flat], y=federated.dataset.y[flat])
     small = FederatedData.of_sizes(dataset, np.full(len(rows), rows.shape[1]), public=federated.public)
     plain = local.setting(lr=config.lr, momentum=0.0, epochs=1, batch_size=rows.shape[1])
-    layout = {"devices": 1, "lanes": 1, "memory": "device", "data_placement": "device"}
-    rounds = simulator_of(config, small, model, cohort=len(rows), local=plain, architectures=None, **layout).rounds
+    layout = Layout(devices=1, lanes=1, memory="device", data_placement="device")
+    rounds = simulator_of(config, small, model, cohort=len(rows), local=plain, architectures=None, layout=layout).rounds
     views, started = rounds.strategy.models, rounds.init()
     assert views is not None
     models = trees.broadcast(variables, len(rows)) if views.stacked else variables

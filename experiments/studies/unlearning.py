@@ -81,7 +81,7 @@ def simulator() -> Simulator:
     x = np.where(poisoned[:, None, None, None] & samples.trigger.mask, samples.trigger.value, dataset.x)
     federated = dataclasses.replace(federated, dataset=dataclasses.replace(dataset, x=x, y=np.asarray(samples.y)))
     local_setting = fmr.local.setting(lr=0.05, epochs=2, batch_size=32, momentum=0.5)
-    return fmr.Simulator("fedavg", "mlp", federated, cohort=CLIENTS, local=local_setting, devices=1)
+    return fmr.Simulator("fedavg", "mlp", federated, cohort=CLIENTS, local=local_setting, layout=fmr.Layout(devices=1))
 
 
 def rounds_of(simulator: Simulator, constants: RunConstants) -> Rounds:

@@ -226,7 +226,7 @@ def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False,
       run: the run.
       data_dir: folder of the datasets. Default: as in the run.
       trust: import the code that the run records, as in `config.load_code`.
-      changes: arguments of `Simulator` that replace those of the run.
+      changes: settings of the `Layout` that replace those of the run, such as ``memory``.
 
     Raises:
       UserError: the code is not trusted, a file of the run is missing, objects of the run came from Python, or the run
@@ -244,9 +244,8 @@ def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False,
     set_up_jax(devices=1, cohort_size=1)
     federated = federated_data(config)
     model = build_model(config, federated.dataset)
-    return Rebuilt(
-        config, federated, model, simulator_of(config, federated, model, devices=1, lanes=1, **changes).rounds
-    )
+    alone = dataclasses.replace(config, devices=1, lanes=1, **changes)
+    return Rebuilt(config, federated, model, simulator_of(alone, federated, model).rounds)
 
 
 def restore(run: RunRecord, *, round: int | None = None, data_dir: str | None = None, trust: bool = False) -> Trained:

@@ -24,10 +24,11 @@ from fedjax_mr.clock.fleet import FLEETS
 from fedjax_mr.config import imports, settings
 from fedjax_mr.config.loggers import LOGGERS
 from fedjax_mr.config.settings import Owner, Setting
-from fedjax_mr.data import SOURCES, augment, partition
+from fedjax_mr.data import SOURCES, augment, divide, partition
 from fedjax_mr.data.augment import AUGMENTATIONS
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.data.sources import table, text, tfds
+from fedjax_mr.engine.layout import Layout
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import MODELS
 from fedjax_mr.models.precision import PRECISIONS
@@ -79,6 +80,8 @@ class Config(
     partition.Classes,
     partition.Quantity,
     partition.BootstrapDirichlet,
+    partition.Natural,
+    divide.Splits,
     ServerOptimizer,
     Compression,
     Privacy,
@@ -88,6 +91,7 @@ class Config(
     Deadline,
     Asynchronous,
     StalenessNumbers,
+    Layout,
 ):
     """The configuration of a run. Every field except ``hyper`` and ``rows`` is a flag; ``--help=all`` explains them.
 
@@ -114,9 +118,6 @@ class Config(
         None, "What numbers the tokens of texts: a folder with tokenizer.json, a file .gguf, or bytes, whose tokens "
         "are the 256 bytes. If omitted, the tokenizer of --pretrained, or without it hashes of words", path=True)
     offline: bool = _data(False, "Never use the network, not even to look for data", affects_results=False)
-    min_samples_per_client: int = _data(
-        0, "Leave out natural clients with fewer samples, training and test samples counted together",
-        unit="samples", low=0, source="all clients; the FedMR papers' FEMNIST: 100")
 
     partition: str = _partition(
         "dirichlet", "Method that divides the training samples among the clients", source="KDD'24", names=PARTITIONS,
@@ -130,23 +131,6 @@ class Config(
     partition_file: str | None = _partition(
         None, "The partition.npz of a run folder, which replaces all other settings of this group, or a JSON file of "
         "the FedMR authors, which replaces --partition", path=True)
-    holdout_clients: int = _partition(
-        0, "Additional clients that never train. The deployed model, if the method has one, is also tested on them",
-        unit="clients", low=0, source="our choice")
-    validation_share: float = _partition(
-        0.0, "Fraction of a client's training samples that it keeps for validation",
-        low=0, high=0.9, source="FedMR; FedMe: 0.2 (CIFAR-10), 0.3 (FEMNIST, Shakespeare)")
-    client_test_share: float = _partition(
-        0.0, "Fraction of a client's samples that becomes its own test set. With 0, a client is tested on its natural "
-        "test samples, or on a part of the test set with its label proportions",
-        low=0, high=0.9, source="our choice; pFedHR: 0.2")
-    public_share: float = _partition(
-        0.0, "Fraction of the training samples that becomes the server's public set, before the partition. Methods "
-        "that require public data use 0.1 instead of 0",
-        low=0, high=0.9, source="FedMR needs none; FedMe and pFedHR: 0.1", short=True)
-    public_max: int | None = _partition(
-        None, "Maximum size of the public set. If omitted, no limit", unit="samples", low=1, source="FedMe: 1000")
-    public_labels: bool = _partition(True, "Keep the labels of the public set", source="FedMe: off")
     public_from: str | None = _partition(
         None, "Another dataset, by name or .npz file. Its training samples replace those of the public set. The "
         "clients have the same samples as without this setting",
@@ -307,21 +291,6 @@ class Config(
     progress: bool = _records(True, "Show a progress bar", per_process=True)
     allow_nonfinite: bool = _records(False, "Continue if a loss is not finite. By default the run stops at that round")
 
-    lanes: int | None = _engine(
-        None, "Clients that train side by side on a device. If omitted, 1 on a CPU, elsewhere as many as its "
-        "memory holds",
-        unit="clients", low=1, short=True)
-    memory: str = _engine(
-        "auto", "Place of the memories that all N clients keep between rounds. On the host, only those of clients that "
-        "have trained exist. auto uses the host if all of them need more than a third of a device's memory, or 1 GB on "
-        "a CPU", choices=("auto", "device", "host"))
-    data_placement: str = _engine(
-        "auto", "Place of the clients' samples. With host, the samples of the next cohort are transferred during a "
-        "round, each client padded to the largest. auto uses the host if the samples need more than a third of a "
-        "device's memory", choices=("auto", "device", "host"))
-    devices: int | None = _engine(
-        None, "Number of devices that share the clients, over all processes. If omitted, all accelerators; on a CPU "
-        "the smaller of its cores and --cohort", unit="devices", low=1, high=65_536, short=True)
     coordinator: str | None = _engine(
         None, "host:port of process 0, if several processes share a run. If omitted, it is read from SLURM, Open MPI, "
         "Kubernetes or Cloud TPU, and without these the run has one process", repeats=False, per_process=True)
@@ -396,12 +365,17 @@ def hyper(config: Config) -> Any:
     return row.hyper() if config.hyper is None and row is not None and row.hyper is not None else config.hyper
 
 
+def part(config: Config, owner: type[Owner]) -> Owner:
+    """The settings of one of the dataclasses that `Config` is made of."""
+    return owner(**{each.name: getattr(config, each.name) for each in dataclasses.fields(owner)})  # type: ignore[arg-type]
+
+
 def settings_of_row(config: Config, name: str, owner: type | None) -> Any:
     """The settings of a row: those of the configuration, else the defaults. None if it has none."""
     if owner is None:
         return next((each for each in config.rows if type(each).__name__ == name), None)  # recorded without its code
     if issubclass(Config, owner):
-        return owner(**{each.name: getattr(config, each.name) for each in dataclasses.fields(owner)})
+        return part(config, owner)
     return next((each for each in config.rows if type(each) is owner), None) or owner()
 
 

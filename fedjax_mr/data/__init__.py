@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from fedjax_mr import registry
 from fedjax_mr.data import columns
-from fedjax_mr.data.divide import federate
+from fedjax_mr.data.divide import Splits, federate
 from fedjax_mr.data.federated import DataRequest, Dataset, FederatedData, Split
 from fedjax_mr.data.preparation import Preparation
 from fedjax_mr.data.sources import (
@@ -39,8 +39,8 @@ from fedjax_mr.settings import make
 from fedjax_mr.tasks import TASKS
 
 __all__ = [
-    "SOURCES", "Dataset", "FederatedData", "Preparation", "Source", "Split", "federate", "from_arrays", "from_images",
-    "from_table", "from_texts", "is_file", "load", "source_of",
+    "SOURCES", "Dataset", "FederatedData", "Preparation", "Source", "Split", "Splits", "federate", "from_arrays",
+    "from_images", "from_table", "from_texts", "is_file", "load", "source_of",
 ]  # fmt: skip
 
 

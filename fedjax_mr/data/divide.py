@@ -5,6 +5,7 @@ not depend on the strategy or on other random numbers of a run.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +17,47 @@ from fedjax_mr.data import partition_file as partition_files
 from fedjax_mr.data.federated import Dataset, FederatedData, PartitionPlan, Public, Split
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError, unknown_name, usual_arithmetic
-from fedjax_mr.settings import check, make
+from fedjax_mr.settings import check, field, make
 
 STREAMS = {"partition": 1, "public": 2, "clients": 3, "holdout": 4, "split": 5, "test": 6}
+
+_setting = functools.partial(field, group="Partition", compiled="argument")
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """What is set apart: clients that never train, parts of each client's samples, and the server's public set.
+
+    Attributes:
+      holdout_clients: number of further clients that never train.
+      validation_share: fraction of the training samples of a client that it keeps for validation.
+      client_test_share: fraction of the samples of a client that become its own test set. With 0 the client is tested
+        on its natural test samples if there are any, else on a part of the global test set with its label proportions
+        (in each domain, if the dataset has domains).
+      public_share: fraction of the training samples that become the public set, before the partition.
+      public_max: largest size of the public set. Default: no limit.
+      public_labels: whether the public set keeps its labels.
+    """
+
+    # fmt: off
+    holdout_clients: int = _setting(
+        0, "Additional clients that never train. The deployed model, if the method has one, is also tested on them",
+        unit="clients", low=0, source="our choice")
+    validation_share: float = _setting(
+        0.0, "Fraction of a client's training samples that it keeps for validation",
+        low=0, high=0.9, source="FedMR; FedMe: 0.2 (CIFAR-10), 0.3 (FEMNIST, Shakespeare)")
+    client_test_share: float = _setting(
+        0.0, "Fraction of a client's samples that becomes its own test set. With 0, a client is tested on its natural "
+        "test samples, or on a part of the test set with its label proportions",
+        low=0, high=0.9, source="our choice; pFedHR: 0.2")
+    public_share: float = _setting(
+        0.0, "Fraction of the training samples that becomes the server's public set, before the partition. Methods "
+        "that require public data use 0.1 instead of 0",
+        low=0, high=0.9, source="FedMR needs none; FedMe and pFedHR: 0.1", short=True)
+    public_max: int | None = _setting(
+        None, "Maximum size of the public set. If omitted, no limit", unit="samples", low=1, source="FedMe: 1000")
+    public_labels: bool = _setting(True, "Keep the labels of the public set", source="FedMe: off")
+    # fmt: on
 
 
 @usual_arithmetic()
@@ -29,13 +68,7 @@ def federate(
     num_clients: int = 20,
     seed: int = 0,
     settings: Any = None,
-    min_samples_per_client: int = 0,
-    holdout_clients: int = 0,
-    validation_share: float = 0.0,
-    client_test_share: float = 0.0,
-    public_share: float = 0.0,
-    public_max: int | None = None,
-    public_labels: bool = True,
+    splits: Splits | None = None,
     partition_file: str | None = None,
     **further: Any,
 ) -> FederatedData:
@@ -48,18 +81,11 @@ def federate(
         every client of the partition file.
       seed: seed of the partition.
       settings: the settings of the partition, an instance of its dataclass. Default: its defaults with ``further``.
-      min_samples_per_client: natural clients with fewer samples (training and test together) are excluded.
-      holdout_clients: number of further clients that never train.
-      validation_share: fraction of the training samples of a client that it keeps for validation.
-      client_test_share: fraction of the samples of a client that become its own test set. With 0 the client is tested
-        on its natural test samples if there are any, else on a part of the global test set with its label proportions
-        (in each domain, if the dataset has domains).
-      public_share: fraction of the training samples that become the public set, before the partition.
-      public_max: largest size of the public set.
-      public_labels: whether the public set keeps its labels.
+      splits: what is set apart. Default: nothing but ``further``.
       partition_file: a file that replaces the partition. A .npz file (a `PartitionPlan`) also replaces all other
         arguments except ``num_clients`` and ``public_labels``; a .json file replaces the partition alone.
-      further: settings of the partition by name, such as ``alpha=0.1`` of `partition.dirichlet`.
+      further: settings of the partition and of `Splits` by name, such as ``alpha=0.1`` of `partition.dirichlet`, and
+        ``public_share=0.1``.
 
     Raises:
       UserError: the dataset is not a `Dataset`, or cannot be trained on (`Dataset.check`); the partition is unknown, a
@@ -71,34 +97,17 @@ def federate(
             f"federate() divides a Dataset, not {type(dataset).__name__}: load one by its name with data.load(), or "
             "make one with fmr.Dataset() or fmr.from_texts()"
         )
-    if partition not in PARTITIONS:
-        raise unknown_name("partition", partition, PARTITIONS)
-    whole = {"num_clients": num_clients, "seed": seed, "holdout_clients": holdout_clients}
-    for name, count in whole.items():
+    for name, count in {"num_clients": num_clients, "seed": seed}.items():
         if not isinstance(count, int | np.integer) or count < 0:
             raise UserError(f"{name}={count!r} must be a whole number of at least 0")
-    shares = {
-        "validation_share": validation_share,
-        "client_test_share": client_test_share,
-        "public_share": public_share,
-    }
-    for name, share in shares.items():
-        if not 0 <= share < 1:
-            raise UserError(f"{name}={share} must be from 0 to below 1")
-    if settings is not None and further:
-        names = ", ".join(f"{name}=" for name in further)
-        raise UserError(f"settings= and {names} exclude each other: use one of them")
-    if settings is None:
-        settings = make(PARTITIONS[partition].settings, further, f"partition {partition!r}")
-    check(settings, "")
-    if validation_share + client_test_share >= 1:
+    settings, splits = _settings(partition, settings, splits, further)
+    if splits.validation_share + splits.client_test_share >= 1:
         raise UserError(
-            f"validation_share={validation_share:g} and client_test_share={client_test_share:g} leave no training "
-            "samples; their sum must be below 1"
+            f"validation_share={splits.validation_share:g} and client_test_share={splits.client_test_share:g} leave no "
+            "training samples; their sum must be below 1"
         )
     dataset.check()
     notes = [*inputs.notes(dataset)]
-    groups, _, _ = dataset.groups()
     if "classes" in dataset.task.provides and (dataset.y == dataset.y[0]).all():
         notes.append(
             f"all {len(dataset.y)} training samples of {dataset.name} have label {dataset.y[0]}, so there is nothing "
@@ -107,54 +116,24 @@ def federate(
     if partition_file and not partition_file.endswith(".json"):
         plan = partition_files.read(partition_file, dataset=dataset)
         _check_count(partition_file, int((~plan.held_out).sum()), num_clients)
-        return _assemble(dataset, plan, public_labels=public_labels, notes=notes)
+        return _assemble(dataset, plan, public_labels=splits.public_labels, notes=notes)
 
-    public_size = round(public_share * len(dataset.y))
-    public_size = public_size if public_max is None else min(public_size, public_max)
     with_replacement = not partition_file and PARTITIONS[partition].with_replacement
-    if with_replacement and (validation_share or client_test_share or holdout_clients):
+    if with_replacement and (splits.validation_share or splits.client_test_share or splits.holdout_clients):
         raise UserError(
             f"clients of partition {partition!r} share samples, so validation_share=, client_test_share= and "
             "holdout_clients= would test models on training samples of other clients: leave them out"
         )
+    public_size = round(splits.public_share * len(dataset.y))
+    public_size = public_size if splits.public_max is None else min(public_size, splits.public_max)
     if partition_file:
-        owned = _from_authors(dataset, partition_file, num_clients, holdout_clients, public_size, seed)
+        owned = _from_authors(dataset, partition_file, num_clients, splits.holdout_clients, public_size, seed)
     elif partition == "natural":
-        owned = _natural(
-            dataset, num_clients, holdout_clients, public_size, min_samples_per_client, seed, report=notes.append
-        )
+        owned = _natural(dataset, num_clients, splits.holdout_clients, public_size, settings, seed, report=notes.append)
     else:
-        row = PARTITIONS[partition]
-        if dataset.client is not None:
-            notes.append(
-                f"partition={partition!r} ignores the {len(dataset.client_names)} natural clients of {dataset.name}; "
-                "partition='natural' with clients=0 takes all of them"
-            )
-        if row.by_label and dataset.task.strata(dataset.y[:1]) is None:
-            raise UserError(
-                f"partition {partition!r} divides samples by their labels, but the task {dataset.task.name} has none: "
-                "use iid or quantity, or natural if the samples have clients"
-            )
-        if "domain" in row.gets and dataset.domain is None:
-            raise UserError(f"partition {partition!r} needs domains, but {dataset.name} has none")
-        public = np.sort(_stream(seed, "public").choice(len(dataset.y), public_size, replace=False))
-        pool = np.delete(np.arange(len(dataset.y)), public)
-        total = num_clients + holdout_clients
-        if num_clients < 1:
-            raise UserError(
-                f"partition {partition!r} needs at least 1 client, not {num_clients}; 0 is only for natural clients"
-            )
-        if total > len(pool) and not with_replacement:
-            raise UserError(
-                f"{total} clients are more than the {len(pool)} training samples of {dataset.name}: use fewer clients, "
-                "or partition='bootstrap', whose clients share samples"
-            )
-        facts = {"domain": None if dataset.domain is None else dataset.domain[pool], "report": notes.append}
-        arguments = {name: facts[name] for name in row.gets} | ({} if settings is None else vars(settings))
-        division = Split.of(row.divide(groups[pool], total, rng=_stream(seed, "partition"), **arguments))
-        train = division._replace(index=pool.astype(np.int32)[division.index]) if public_size else division
-        named = partition == "domain" and train.sizes.all()  # a client without samples has no domain
-        owned = _Owned(train, None, public, _names_by_domain(dataset, train) if named else ())
+        owned = _partitioned(
+            dataset, partition, num_clients, splits.holdout_clients, public_size, settings, seed, report=notes.append
+        )
     sizes = owned.train.sizes
     if not sizes.all():
         client = int(np.argmin(sizes))
@@ -164,15 +143,15 @@ def federate(
         )
 
     held_out = np.zeros(len(sizes), bool)
-    held_out[_stream(seed, "holdout").choice(len(held_out), holdout_clients, replace=False)] = True
+    held_out[_stream(seed, "holdout").choice(len(held_out), splits.holdout_clients, replace=False)] = True
     if owned.test is not None and not len(owned.test.of_clients(np.flatnonzero(~held_out)).index):
         notes.append(
             f"no participating client of {dataset.name} has test samples (LEAF's split by user gives them to other "
             f"clients), so the models are tested on all {len(dataset.test_y)} test samples"
         )
         owned = owned._replace(test=None)
-    train, validation, test = _split(owned.train, validation_share, client_test_share, seed)
-    if not client_test_share:
+    train, validation, test = _split(owned.train, splits.validation_share, splits.client_test_share, seed)
+    if not splits.client_test_share:
         test = owned.test if owned.test is not None else _matching(dataset, owned.train, seed)
     global_test = np.arange(len(dataset.test_y))
     if owned.test is not None:  # as in the papers, the union of the clients' test samples
@@ -183,14 +162,39 @@ def federate(
         train=train,
         validation=validation,
         test=test,
-        own_test=client_test_share > 0,
+        own_test=splits.client_test_share > 0,
         held_out=held_out,
         public=owned.public,
         names=owned.names,
         global_test=global_test,
         with_replacement=with_replacement,
     )
-    return _assemble(dataset, plan, public_labels=public_labels, notes=notes)
+    return _assemble(dataset, plan, public_labels=splits.public_labels, notes=notes)
+
+
+def _settings(partition: str, settings: Any, splits: Splits | None, further: dict[str, Any]) -> tuple[Any, Splits]:
+    """The settings of a partition and the splits, where ``further`` names some of them in place of the objects.
+
+    Raises:
+      UserError: the partition is unknown, a setting is unknown or out of range, or is given twice.
+    """
+    if partition not in PARTITIONS:
+        raise unknown_name("partition", partition, PARTITIONS)
+    row = PARTITIONS[partition].settings
+    own = {each.name for each in dataclasses.fields(row)} if row is not None else set()
+    apart = {each.name for each in dataclasses.fields(Splits)} - own
+    of_splits = {name: value for name, value in further.items() if name in apart}
+    of_partition = {name: value for name, value in further.items() if name not in apart}
+    for argument, given, named in ("settings", settings, of_partition), ("splits", splits, of_splits):
+        if given is not None and named:
+            names = ", ".join(f"{name}=" for name in named)
+            raise UserError(f"{argument}= and {names} exclude each other: use one of them")
+    if settings is None:
+        settings = make(row, of_partition, f"partition {partition!r}")
+    splits = splits or Splits(**of_splits)
+    check(settings, "")
+    check(splits, "")
+    return settings, splits
 
 
 def _names_by_domain(dataset: Dataset, owned: Split) -> tuple[str, ...]:
@@ -224,6 +228,52 @@ def _check_count(file: str, count: int, requested: int) -> None:
         )
 
 
+def _partitioned(
+    dataset: Dataset,
+    partition: str,
+    num_clients: int,
+    holdout_clients: int,
+    public_size: int,
+    settings: Any,
+    seed: int,
+    *,
+    report: partitions.Report,
+) -> _Owned:
+    """Divide the samples by a row of `PARTITIONS`, after the public set is drawn."""
+    row = PARTITIONS[partition]
+    if dataset.client is not None:
+        report(
+            f"partition={partition!r} ignores the {len(dataset.client_names)} natural clients of {dataset.name}; "
+            "partition='natural' with clients=0 takes all of them"
+        )
+    if row.by_label and dataset.task.strata(dataset.y[:1]) is None:
+        raise UserError(
+            f"partition {partition!r} divides samples by their labels, but the task {dataset.task.name} has none: "
+            "use iid or quantity, or natural if the samples have clients"
+        )
+    if "domain" in row.gets and dataset.domain is None:
+        raise UserError(f"partition {partition!r} needs domains, but {dataset.name} has none")
+    public = np.sort(_stream(seed, "public").choice(len(dataset.y), public_size, replace=False))
+    pool = np.delete(np.arange(len(dataset.y)), public)
+    total = num_clients + holdout_clients
+    if num_clients < 1:
+        raise UserError(
+            f"partition {partition!r} needs at least 1 client, not {num_clients}; 0 is only for natural clients"
+        )
+    if total > len(pool) and not row.with_replacement:
+        raise UserError(
+            f"{total} clients are more than the {len(pool)} training samples of {dataset.name}: use fewer clients, "
+            "or partition='bootstrap', whose clients share samples"
+        )
+    groups, _, _ = dataset.groups()
+    facts = {"domain": None if dataset.domain is None else dataset.domain[pool], "report": report}
+    arguments = {name: facts[name] for name in row.gets} | ({} if settings is None else vars(settings))
+    division = Split.of(row.divide(groups[pool], total, rng=_stream(seed, "partition"), **arguments))
+    train = division._replace(index=pool.astype(np.int32)[division.index]) if public_size else division
+    named = partition == "domain" and train.sizes.all()  # a client without samples has no domain
+    return _Owned(train, None, public, _names_by_domain(dataset, train) if named else ())
+
+
 def _from_authors(
     dataset: Dataset, file: str, num_clients: int, holdout_clients: int, public_size: int, seed: int
 ) -> _Owned:
@@ -245,7 +295,7 @@ def _natural(
     num_clients: int,
     holdout_clients: int,
     public_size: int,
-    min_samples: int,
+    settings: partitions.Natural,
     seed: int,
     *,
     report: partitions.Report,
@@ -253,7 +303,7 @@ def _natural(
     """Draw clients that have training samples. The public set comes from the other clients if they have enough."""
     if dataset.client is None:
         raise UserError(f"{dataset.name} has no natural clients: choose another partition")
-    known = len(dataset.client_names)
+    known, min_samples = len(dataset.client_names), settings.min_samples_per_client
     train = partitions.natural(dataset.client, known)
     test = None if dataset.test_client is None else partitions.natural(dataset.test_client, known)
     sizes = np.array([len(rows) for rows in train])

@@ -439,6 +439,15 @@ class BootstrapDirichlet(Bootstrap, Dirichlet):
     """The settings of `bootstrap_dirichlet`."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Natural:
+    """The setting of `natural`."""
+
+    min_samples_per_client: int = _setting(
+        0, "natural: leave out clients with fewer samples, training and test samples counted together",
+        unit="samples", low=0, source="all clients; the FedMR papers' FEMNIST: 100")
+
+
 # fmt: on
 
 
@@ -485,7 +494,7 @@ _OURS: dict[str, Partitioner] = {
     "bootstrap_dirichlet": Partitioner(bootstrap_dirichlet, BootstrapDirichlet, with_replacement=True, by_label=True),
     "domain": Partitioner(domain, Dirichlet, ("domain", "report")),
     "dirichlet_domain": Partitioner(dirichlet_domain, Dirichlet, ("domain", "report"), by_label=True),
-    "natural": Partitioner(natural),
+    "natural": Partitioner(natural, Natural),
 }
 PARTITIONS = Registry("partition", "fmr.PARTITIONS", check_row, _OURS)
 """All partitions. `natural` is the only one that receives client numbers instead of labels."""

@@ -29,6 +29,7 @@ from fedjax_mr.data.inputs import scale_and_shift
 from fedjax_mr.engine.clients import ClientAxis, client_axis, first_device
 from fedjax_mr.engine.devices import refuse_settings, set_up_jax
 from fedjax_mr.engine.evaluation import Evaluation, Tested, backdoor_test
+from fedjax_mr.engine.layout import Layout, data_on_host, lanes_that_fit, memory_limit, memory_on_host
 from fedjax_mr.engine.personal import Clients, PersonalEvaluation, RemoteClients, TestsOfClients
 from fedjax_mr.engine.program import is_of_this_package, memory_needed
 from fedjax_mr.engine.round import (
@@ -51,9 +52,6 @@ from fedjax_mr.strategies import STRATEGIES
 from fedjax_mr.strategies.interface import Problem, Strategy
 from fedjax_mr.tasks import Criterion, Metric, Task, with_metrics
 from fedjax_mr.tasks.losses import LOSSES, with_loss
-
-PLACEMENTS = ("auto", "device", "host")
-MOST_MEMORY_OF_CPU = 1_000_000_000  # bytes of the clients' memories on a CPU device; on the host only used rows exist
 
 
 class Simulator:
@@ -84,12 +82,8 @@ class Simulator:
         trainable: parts.Trainable | None = None,
         variables: Any = None,
         architectures: Sequence[int] | np.ndarray | None = None,
-        devices: int | None = None,
-        lanes: int | None = None,
-        memory: str = "auto",
-        data_placement: str = "auto",
+        layout: Layout | ClientAxis | None = None,
         stop_at_divergence: bool = True,
-        axis: ClientAxis | None = None,
         remote: RemoteClients | None = None,
         name: str = "",
     ) -> None:
@@ -114,21 +108,15 @@ class Simulator:
           variables: values of all variables of the network. Default: initialised from the seed.
           architectures: for each client, the number of its initial network in ``model`` [N]. Default: blocks of
             neighbouring clients.
-          devices: number of devices D. Default: see `client_axis`.
-          lanes: clients that train side by side on a device. Default: 1 on CPUs, else as many as fit into its memory.
-          memory: placement of the memories of all N clients: ``device``, ``host`` or ``auto``. ``auto`` chooses the
-            host if they need more than a third of a device's memory, or 1 GB on a CPU. On the host, only the memories
-            of clients that have trained exist.
-          data_placement: placement of the clients' samples, with the same values as ``memory``.
+          layout: the devices, and what stays on the host; or the client axis of a machine that need not be present.
           stop_at_divergence: whether a call ends after the first round with a non-finite loss or weight.
-          axis: the layout, in place of ``devices`` and ``lanes``.
           remote: clients that train outside of this process, for example on their own machines.
           name: name of the strategy in messages. Default: its registered name, or the module of its function.
 
         Raises:
-          UserError: unknown name or placement, data that are not divided, a function with other arguments, a network
-            that does not fit the samples, K > N, ``architectures`` that do not fit, more devices than available, or
-            as `set_up_jax`.
+          UserError: unknown name, data that are not divided, a function with other arguments, a network that does not
+            fit the samples, K > N, ``architectures`` that do not fit, a layout out of range, more devices than
+            available, or as `set_up_jax`.
         """
         refuse_settings()
         if not isinstance(federated, FederatedData):
@@ -136,17 +124,16 @@ class Simulator:
                 f"a Simulator needs the clients' data, not {type(federated).__name__}: divide a dataset with "
                 "data.federate()"
             )
-        for option, value in {"memory": memory, "data_placement": data_placement}.items():
-            if value not in PLACEMENTS:
-                raise unknown_name(option, value, PLACEMENTS)
         _check_cohort(cohort, federated.num_clients)
         _require_whole("seed", seed, 0, LARGEST_INT32)
-        for option, count in {"devices": devices, "lanes": lanes}.items():
-            if count is not None:
-                _require_whole(option, count, 1)
-        if remote is None and axis is None and not jax.distributed.is_initialized():
+        given = layout if isinstance(layout, ClientAxis) else None
+        layout = Layout() if layout is None or given is not None else layout
+        if not isinstance(layout, Layout):
+            raise UserError(f"layout= is an fmr.Layout, not a {type(layout).__name__}")
+        check(layout, "layout.")
+        if remote is None and given is None and not jax.distributed.is_initialized():
             # Before anything else here starts JAX. Several processes are set up before they join.
-            set_up_jax(devices=devices, cohort_size=cohort)
+            set_up_jax(devices=layout.devices, cohort_size=cohort)
         self.federated = federated
         self.model = network_of(model, federated.dataset, task=task_of(federated, task, loss, metrics))
         if trainable is not None or variables is not None:
@@ -160,13 +147,9 @@ class Simulator:
         self._name = name or (strategy if isinstance(strategy, str) else strategy.__module__.rpartition(".")[2])
         self._stop_at_divergence, self._remote = stop_at_divergence, remote
         if remote is not None:
-            axis = first_device()
-        lanes_are_free = axis is None and lanes is None
-        if axis is None:
-            axis = client_axis(devices=devices, lanes=lanes, cohort_size=cohort)
-        self._data_on_host = data_placement == "host"
-        if data_placement == "auto":
-            self._data_on_host = too_large(federated.dataset.x.nbytes, axis)
+            given = first_device()
+        axis = given or client_axis(devices=layout.devices, lanes=layout.lanes, cohort_size=cohort)
+        self._data_on_host = data_on_host(layout, federated.dataset.x.nbytes, axis)
         self.problem = problem_of(
             self.model,
             local or local_training.setting(),
@@ -185,8 +168,8 @@ class Simulator:
         ours = all(isinstance(network.module, BlockNet) for network in self.model.networks)
         uncertain = remote is None and (not ours or self._constants.strategy.receive is not None)
         try:
-            self._memory_on_host = self._needs_host_memory(memory, axis)
-            self.axis = self._with_lanes_that_fit(axis) if lanes_are_free else axis
+            self._memory_on_host = self._needs_host_memory(layout, axis)
+            self.axis = self._with_lanes_that_fit(axis) if given is None and layout.lanes is None else axis
             self.rounds = self._rounds(self.axis)
             if uncertain:
                 self.rounds.trace()
@@ -369,21 +352,19 @@ class Simulator:
         ours = ours and all(each is None or is_of_this_package(each) for each in parts if not isinstance(each, str))
         return None if ours else object()
 
-    def _needs_host_memory(self, memory: str, axis: ClientAxis) -> bool:
-        """Whether the clients' memories are kept on the host: as requested, or if `too_large`."""
+    def _needs_host_memory(self, layout: Layout, axis: ClientAxis) -> bool:
+        """Whether the clients' memories are kept on the host: as requested, or if they are too large."""
         strategy = self._constants.strategy
-        if strategy.init_memory is None or memory == "device":
+        if strategy.init_memory is None:
             return False
         if jax.process_count() > 1:  # the memories are divided over the devices by parameters
-            if memory == "host":
+            if layout.memory == "host":
                 raise UserError(
                     "memory=host is for one process: several processes divide the memories over their devices"
                 )
             return False
         one = jax.eval_shape(strategy.init_memory, random_key(0), np.int32(0))
-        needed = self.problem.num_clients * trees.num_bytes(one)
-        on_cpu = axis.platform == "cpu" and not axis.described
-        return memory == "host" or too_large(needed, axis) or (on_cpu and needed > MOST_MEMORY_OF_CPU)
+        return memory_on_host(layout, self.problem.num_clients * trees.num_bytes(one), axis)
 
 
 # --- parts of a simulator -------------------------------------------------------------------------------------------
@@ -587,23 +568,3 @@ def public_samples(federated: FederatedData) -> Samples | None:
     labels = unknown if public.y is None else public.y
     known = normalised(federated.dataset, public.x, labels)
     return known._replace(y=None) if public.y is None else known
-
-
-def too_large(needed: int, axis: ClientAxis) -> bool:
-    """Whether ``needed`` bytes are more than a third of the memory of a device. Host memory counts as unlimited."""
-    return 3 * needed > memory_limit(axis)
-
-
-def memory_limit(axis: ClientAxis) -> float:
-    """Memory of a device in bytes. Infinity for CPUs, which do not report it, and for devices that are not present."""
-    if axis.described:
-        return math.inf
-    statistics = axis.mesh.local_mesh.devices.flat[0].memory_stats() or {}
-    return statistics.get("bytes_limit", math.inf)
-
-
-def lanes_that_fit(axis: ClientAxis, limit: float, needed: Callable[[ClientAxis], int]) -> ClientAxis:
-    """Halve the lanes of a layout until its ``needed`` bytes are within ``limit``, or one lane is left."""
-    while axis.lanes > 1 and needed(axis) > limit:
-        axis = dataclasses.replace(axis, lanes=-(-axis.lanes // 2))
-    return axis

@@ -12,6 +12,7 @@ from fedjax_mr.clock import Events
 from fedjax_mr.config import config as configuration
 from fedjax_mr.config.config import Config
 from fedjax_mr.data import Dataset, FederatedData
+from fedjax_mr.engine.layout import Layout
 from fedjax_mr.engine.round import INIT
 from fedjax_mr.engine.simulator import Simulator, network_of, require_task, task_of
 from fedjax_mr.errors import UserError
@@ -138,10 +139,7 @@ def simulator_of(
         "local": local_setting(config, federated.dataset),
         "seed": config.seed,
         "architectures": _architectures(config, federated),
-        "devices": config.devices,
-        "lanes": config.lanes,
-        "memory": config.memory,
-        "data_placement": config.data_placement,
+        "layout": configuration.part(config, Layout),
         "stop_at_divergence": not config.allow_nonfinite,
     } | changes
     if (config.mode == "async" or clients_may_be_late(config)) and "cohort" not in changes:

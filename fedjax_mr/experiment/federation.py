@@ -2,7 +2,7 @@
 
 from fedjax_mr import data, registry
 from fedjax_mr.config import settings
-from fedjax_mr.config.config import Config, settings_of_row
+from fedjax_mr.config.config import Config, part, settings_of_row
 from fedjax_mr.data import Dataset, FederatedData, divide
 from fedjax_mr.data.partition import PARTITIONS
 from fedjax_mr.errors import UserError
@@ -43,13 +43,7 @@ def federated_data(config: Config, *, dataset: Dataset | None = None) -> Federat
         seed=seed,
         partition=config.partition,
         settings=settings_of_row(config, config.partition, PARTITIONS[config.partition].settings),
-        min_samples_per_client=config.min_samples_per_client,
-        holdout_clients=config.holdout_clients,
-        validation_share=config.validation_share,
-        client_test_share=config.client_test_share,
-        public_share=config.public_share,
-        public_max=config.public_max,
-        public_labels=config.public_labels,
+        splits=part(config, divide.Splits),
         partition_file=config.partition_file,
     )
     if config.public_from:

@@ -318,10 +318,11 @@ class SavedRun:
 
     def _built(self, federated: FederatedData) -> Rounds:
         # Only shapes matter here. They do not depend on the initial networks, so those runs may be missing.
-        config = dataclasses.replace(self.config, architectures_from=())
+        config = dataclasses.replace(
+            self.config, architectures_from=(), devices=1, lanes=1, memory="device", data_placement="device"
+        )
         set_up_jax(devices=None, cohort_size=most_at_once(config))
-        layout = {"devices": 1, "lanes": 1, "memory": "device", "data_placement": "device"}
-        return simulator_of(config, federated, self.model, **layout).rounds
+        return simulator_of(config, federated, self.model).rounds
 
     @functools.cached_property
     def _progress(self) -> Progress:

@@ -16,6 +16,7 @@ from fedjax_mr.client import local
 from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.data.federated import Public
 from fedjax_mr.engine import program
+from fedjax_mr.engine.layout import Layout
 from fedjax_mr.engine.round import Federation, RunConstants, begin, start, train_client
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.models import layers
@@ -165,6 +166,8 @@ def simulator(
     momentum=0.5,
     epochs=EPOCHS,
     batch_size=BATCH,
+    devices=None,
+    lanes=None,
     memory_on_host=False,
     data_on_host=False,
     **options,
@@ -177,8 +180,12 @@ def simulator(
         cohort=cohort,
         local=local.setting(lr=lr, momentum=momentum, epochs=epochs, batch_size=batch_size),
         architectures=[client % len(network.split(",")) for client in range(len(sizes))],
-        memory="host" if memory_on_host else "device",
-        data_placement="host" if data_on_host else "device",
+        layout=Layout(
+            devices=devices,
+            lanes=lanes,
+            memory="host" if memory_on_host else "device",
+            data_placement="host" if data_on_host else "device",
+        ),
         hyper=build[1],
         **options,
     )

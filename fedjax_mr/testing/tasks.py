@@ -11,6 +11,7 @@ from fedjax_mr import models
 from fedjax_mr.client import local
 from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.data.federated import Public
+from fedjax_mr.engine.layout import Layout
 from fedjax_mr.engine.round import RunConstants, begin, finish, start, train_client
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.simulator import Simulator
@@ -113,8 +114,7 @@ def simulator(strategy: str, kind: str, **options: object) -> Simulator:
         cohort=5,
         local=local.setting(lr=0.05, epochs=2, batch_size=4),
         hyper=default_hyper(strategy),
-        devices=1,
-        lanes=1,
+        layout=Layout(devices=1, lanes=1),
         seed=1,
         **options,  # type: ignore[arg-type]
     )

@@ -15,10 +15,11 @@ from fedjax_mr import trees
 from fedjax_mr.config.config import Config
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import memory_errors, set_up_jax
+from fedjax_mr.engine.layout import lanes_that_fit, memory_limit
 from fedjax_mr.engine.program import memory_needed
 from fedjax_mr.engine.round import start
 from fedjax_mr.engine.rounds import TrialRounds
-from fedjax_mr.engine.simulator import Simulator, lanes_that_fit, memory_limit
+from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.engine.trials import of_coalition
 from fedjax_mr.errors import DivergedError, UserError, unknown_name, usual_arithmetic
 from fedjax_mr.experiment.build import simulator_of

@@ -15,6 +15,7 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import Samples, backdoored, gather, one_client
 from fedjax_mr.data import Dataset, FederatedData, Split
 from fedjax_mr.engine.evaluation import backdoor_test
+from fedjax_mr.engine.layout import Layout
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model
 from fedjax_mr.settings import field
@@ -325,8 +326,7 @@ def test_a_backdoor_is_found_in_the_deployed_model(devices):
             cohort=8,
             local=setting,
             hyper=Attack(attackers),
-            devices=devices,
-            lanes=1,
+            layout=Layout(devices=devices, lanes=1),
         )
         state, report = simulation.run(simulation.init(), 6)
         return simulation, state, report

@@ -123,8 +123,7 @@ def test_every_loss_of_a_method_belongs_to_the_sample_that_is_mixed_in(strategy,
         cohort=5,
         local=local.setting(lr=0.05, epochs=2, batch_size=4, mix=nothing),
         hyper=small.default_hyper(strategy),
-        devices=1,
-        lanes=1,
+        layout=fmr.Layout(devices=1, lanes=1),
         seed=1,
     )
     rounds = 1 if strategy in QUICK else 2  # some methods distil only from the second one

@@ -81,7 +81,9 @@ QUICK = ("sgd", "muon", "schedule_free")  # the sum of the gradients, products o
 def test_a_simulator_trains_and_another_learning_rate_compiles_nothing(name):
     def simulator(lr):
         setting = local.setting(name, lr=lr, epochs=1, batch_size=4)
-        return fmr.Simulator("fedavg", network_of("linear"), federated(), cohort=3, local=setting, devices=1, lanes=1)
+        return fmr.Simulator(
+            "fedavg", network_of("linear"), federated(), cohort=3, local=setting, layout=fmr.Layout(devices=1, lanes=1)
+        )
 
     kernel = lambda state: np.asarray(state.server.model["params"]["classifier"]["dense"]["kernel"])
     first = simulator(0.01)
@@ -133,7 +135,12 @@ def test_a_number_that_an_optimizer_does_not_have_is_one_line(changes, message):
 def test_methods_that_need_plain_sgd_refuse_the_others(strategy):
     with pytest.raises(UserError, match="pass optimizer=sgd"):
         fmr.Simulator(
-            strategy, network_of("linear"), federated(), cohort=3, local=local.setting("nesterov"), devices=1, lanes=1
+            strategy,
+            network_of("linear"),
+            federated(),
+            cohort=3,
+            local=local.setting("nesterov"),
+            layout=fmr.Layout(devices=1, lanes=1),
         )
 
 
@@ -168,7 +175,9 @@ def test_a_row_of_a_user(tmp_path, restored):
     np.testing.assert_allclose(stepped["bias"], [0.1 - 0.2, -0.2 + 0.0, 0.3 - 0.0], atol=1e-6)
     jax.eval_shape(lambda: by_optax(make_optimizer("signs", lr=LR)))  # without weight decay it gets 0
     setting = local.setting("signs", lr=0.1, epochs=1, batch_size=4)
-    own = fmr.Simulator("fedavg", network_of("linear"), federated(), cohort=3, local=setting, devices=1, lanes=1)
+    own = fmr.Simulator(
+        "fedavg", network_of("linear"), federated(), cohort=3, local=setting, layout=fmr.Layout(devices=1, lanes=1)
+    )
     assert own.code is not None, "the code of a user is traced again in every simulator"
 
 

@@ -49,8 +49,7 @@ def made(strategy, lr, **options):
         federated(),
         cohort=3,
         local=local.setting(lr=lr, momentum=0.0, epochs=2, batch_size=4, **options),
-        devices=1,
-        lanes=1,
+        layout=fmr.Layout(devices=1, lanes=1),
     )
 
 

@@ -64,6 +64,17 @@ class TestShares:
         assert (federated.num_clients, federated.holdout.num_clients) == (7, 3)
         assert len(federated.public.x) == 100
 
+    def test_objects_and_names_are_the_same_settings(self):
+        by_name = data.federate(numbered(), num_clients=5, alpha=0.3, public_share=0.1, validation_share=0.2)
+        apart = data.Splits(public_share=0.1, validation_share=0.2)
+        by_objects = data.federate(numbered(), num_clients=5, settings=Dirichlet(0.3), splits=apart)
+        assert by_objects.hash() == by_name.hash() != data.federate(numbered(), num_clients=5).hash()
+        for both, argument in ({"public_max": 5, "splits": apart}, "splits="), (
+            {"alpha": 0.3, "settings": Dirichlet()}, "settings=",
+        ):  # fmt: skip
+            with pytest.raises(UserError, match=f"^{argument} and .*= exclude each other"):
+                data.federate(numbered(), num_clients=5, **both)
+
     def test_samples_keep_their_labels(self):
         dataset = numbered()
         federated = data.federate(dataset, num_clients=7, **FULL)
@@ -189,8 +200,9 @@ class TestSeeds:
     def test_every_setting_has_a_flag(self):
         import inspect
 
-        by_name = {"dataset", "num_clients", "seed", "settings", "further"}
+        by_name = {"dataset", "num_clients", "seed", "settings", "splits", "further"}
         names = set(inspect.signature(data.federate).parameters) - by_name
+        names |= {field.name for field in dataclasses.fields(data.Splits)}
         assert names <= {field.name for field in dataclasses.fields(config.Config)}
 
 

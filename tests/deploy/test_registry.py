@@ -88,7 +88,7 @@ class Real:
         """The simulator of the same federation."""
         task = build.task(self.config, self.federated)
         model = build.build_model(self.config, self.federated.dataset, task=task)
-        return build.simulator_of(self.config, self.federated, model, devices=1, lanes=1)
+        return build.simulator_of(self.config, self.federated, model)
 
 
 def after(simulator, count=ROUNDS):
@@ -356,7 +356,7 @@ def test_a_slow_client_does_not_hold_the_others(strategy, tmp_path):
     durations = lambda job, client: seconds.get(str(job), np.inf)
     events = simulated_time.events_of(one.config, one.federated, one.model, duration=durations)
     assert not np.isin(events.jobs["client"][events.jobs["used"] > 0], 2).any()
-    simulated = build.simulator_of(one.config, one.federated, one.model, events=events, devices=1, lanes=1)
+    simulated = build.simulator_of(one.config, one.federated, one.model, events=events)
     tree_equal(progress.server.inner, after(simulated, 4)[0].server.inner)
 
 

@@ -77,7 +77,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("member", "fault", "message"), WRONG, ids=[f"{each[0]}: {each[2][-30:]}" for each in WRONG])
 def test_a_fault_is_one_line(member, fault, message):
-    one = fmr.Simulator(strategy(**{member: fault}), "logistic", federated(), cohort=3, devices=1)
+    one = fmr.Simulator(strategy(**{member: fault}), "logistic", federated(), cohort=3, layout=fmr.Layout(devices=1))
     with pytest.raises(fmr.UserError) as error:
         jax.eval_shape(one.rounds.deployed, one.init()) if member == "global_model" else one.run(one.init())
     line = str(error.value)
@@ -85,7 +85,7 @@ def test_a_fault_is_one_line(member, fault, message):
 
 
 def test_without_a_fault_it_trains():
-    one = fmr.Simulator(strategy(), "logistic", federated(), cohort=3, devices=1)
+    one = fmr.Simulator(strategy(), "logistic", federated(), cohort=3, layout=fmr.Layout(devices=1))
     state, _ = one.run(one.init(), 2)
     assert float(one.test(state).loss) < float(one.test(one.init()).loss)
 

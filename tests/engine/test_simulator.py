@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
+from fedjax_mr import Layout
 from fedjax_mr.engine import simulator as engine_simulator
 from fedjax_mr.engine.clients import client_axis
 from fedjax_mr.engine.devices import usable_cores
@@ -33,7 +34,9 @@ def given(name, num_classes=3):
 
 
 def simulator(strategy="fedavg", model="logistic", **options):
-    return fmr.Simulator(strategy, model, federated(), **{"cohort": 3, "local": SMALL, "devices": 1} | options)
+    return fmr.Simulator(
+        strategy, model, federated(), **{"cohort": 3, "local": SMALL, "layout": Layout(devices=1)} | options
+    )
 
 
 def test_it_learns_and_any_division_into_calls_gives_the_same_bits():
@@ -97,7 +100,7 @@ def test_the_check_of_ones_own_network_is_the_trace_of_its_program():
 
 def test_personal_tests_of_all_clients():
     divided = fmr.data.federate(fmr.data.load("digits"), num_clients=6, client_test_share=0.2, seed=0)
-    one = fmr.Simulator("fedper", "logistic", divided, cohort=3, local=SMALL, devices=1)
+    one = fmr.Simulator("fedper", "logistic", divided, cohort=3, local=SMALL, layout=fmr.Layout(devices=1))
     state, _ = one.run(one.init(), 2)
     personal, tuned = one.personal(state), one.personal(state, finetune_epochs=2)
     assert personal.accuracy.shape == (6,) and personal.count.sum() == len(divided.client_test.split.index)
@@ -124,7 +127,7 @@ def test_the_data_of_one_client():
         ({"model": Network}, "instance of flax.linen.Module or flax.nnx.Module"),
         ({"cohort": 7}, "cohort=7 is out of range: it must be from 1 to the number of clients, 6"),
         ({"cohort": 0}, "cohort=0 is out of range"),
-        ({"devices": 99}, "devices=99"),
+        ({"layout": Layout(devices=99)}, "devices=99"),
         (
             {"strategy": "local", "model": ["logistic", "mlp"], "architectures": [0, 1]},
             "architectures must be 6 numbers from 0 to 1",
@@ -136,8 +139,10 @@ def test_the_data_of_one_client():
         ({"architectures": [0.0] * 6}, "architectures must be 6 numbers from 0 to 0"),
         ({"model": fmr.models.Zoo.of([given("logistic"), given("mlp")])}, "fedavg needs the same network"),
         ({"cohort": 2.5}, "cohort=2.5 is out of range"),
-        ({"devices": 0}, "devices=0 must be a whole number of at least 1"),
-        ({"lanes": 1.5}, "lanes=1.5 must be a whole number of at least 1"),
+        ({"layout": Layout(devices=0)}, "layout.devices=0 is out of range (allowed: >= 1 and <= 65,536)"),
+        ({"layout": Layout(lanes=1.5)}, "layout.lanes=1.5 must be a whole number"),
+        ({"layout": Layout(lanes="2")}, "layout.lanes='2' must be a whole number"),
+        ({"layout": {"lanes": 2}}, "layout= is an fmr.Layout, not a dict"),
         ({"seed": 2**32}, "seed=4294967296 must be a whole number from 0 to 2147483647"),
         ({"local": {"lr": 0.1}}, "local= is what local.setting(...) returns, not a dict"),
         (
@@ -146,8 +151,8 @@ def test_the_data_of_one_client():
         ),
         ({"strategy": "fedmr", "hyper": fedmr.Hyper(unit="layers")}, "hyper.unit 'layers'; did you mean 'layer'?"),
         ({"strategy": "fedprox", "hyper": fedprox.Hyper(mu=-1.0)}, "hyper.mu=-1.0 is out of range (allowed: >= 0)"),
-        ({"memory": "hots"}, "did you mean 'host'"),
-        ({"data_placement": "devices"}, "did you mean 'device'"),
+        ({"layout": Layout(memory="hots")}, "did you mean 'host'"),
+        ({"layout": Layout(data_placement="devices")}, "did you mean 'device'"),
         ({"model": given("logistic", num_classes=2)}, "returns 2 logits"),
     ],
 )
@@ -160,7 +165,7 @@ def test_bad_arguments_are_one_line_about_arguments(options, message):
 def test_a_given_layout_keeps_its_lanes_whatever_the_memory(monkeypatch):
     monkeypatch.setattr(engine_simulator, "memory_limit", lambda axis: 1.0)
     layout = client_axis(devices=1, lanes=3, cohort_size=3)
-    assert simulator(axis=layout, devices=None, memory="device", data_placement="device").axis is layout
+    assert simulator(layout=layout).axis is layout
 
 
 @pytest.mark.slow  # quick: test_a_simulator_is_the_first_that_starts_jax

@@ -22,7 +22,7 @@ def problem(public_share):
     """Return the problem of the embedded job, which is the same for all methods but for the public set."""
     config = Config(strategy="fedavg", public_share=public_share)
     federated = federated_data(config)
-    return simulator_of(config, federated, build_model(config, federated.dataset), devices=1, lanes=1).problem
+    return simulator_of(config, federated, build_model(config, federated.dataset)).problem
 
 
 @pytest.mark.parametrize("strategy", on_any_network())

@@ -42,7 +42,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 def simulator(strategy, model):
     local = fmr.local.setting(epochs=1, batch_size=4)
-    return fmr.Simulator(strategy, model, federated(), cohort=3, local=local, devices=1)
+    return fmr.Simulator(strategy, model, federated(), cohort=3, local=local, layout=fmr.Layout(devices=1))
 
 
 def inputs():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.engine.layout import Layout
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, adapters, parts, precision
@@ -187,7 +188,7 @@ def test_mixing_factors_errs_by_the_product_of_the_differences():
 @pytest.mark.parametrize("strategy", ["fedmr", "fedcross"])
 def test_several_models_train_adapters(strategy):
     model = adapted()
-    simulator = Simulator(strategy, model, federated(), cohort=K, devices=1, lanes=K)
+    simulator = Simulator(strategy, model, federated(), cohort=K, layout=Layout(devices=1, lanes=K))
     state, report = simulator.run(simulator.init(), 1)
     per_client = 4 * model.num_parameters()
     assert report.traffic.num_bytes() == (K * per_client, K * per_client, 0)

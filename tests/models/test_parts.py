@@ -10,6 +10,7 @@ import pytest
 
 from fedjax_mr.client import local
 from fedjax_mr.engine import trials
+from fedjax_mr.engine.layout import Layout
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
 from fedjax_mr.models import Model, Zoo, layers, parts
@@ -91,7 +92,9 @@ def test_statistics_that_train_are_updated_and_others_are_not():
 
 def _simulator(model, **options):
     setting = local.setting(lr=0.1, momentum=0.5, epochs=1, batch_size=max(SIZES))
-    return Simulator("fedavg", model, federated(), cohort=3, local=setting, devices=1, lanes=1, **options)
+    return Simulator(
+        "fedavg", model, federated(), cohort=3, local=setting, layout=Layout(devices=1, lanes=1), **options
+    )
 
 
 def test_frozen_variables_are_never_sent_and_never_change():

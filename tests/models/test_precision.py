@@ -126,7 +126,7 @@ def test_several_methods_train_in_bfloat16():
     model = precision.with_precision(model, "bfloat16")
     for strategy in ("scaffold", "moon", "fedcross"):
         local = fmr.local.setting(epochs=1, batch_size=4)
-        one = fmr.Simulator(strategy, model, federated(), cohort=3, local=local, devices=1)
+        one = fmr.Simulator(strategy, model, federated(), cohort=3, local=local, layout=fmr.Layout(devices=1))
         state, report = one.run(one.init(), 2)
         assert np.isfinite(report.train_loss)
         assert {leaf.dtype.name for leaf in jax.tree.leaves(one.deployed(state))} == {"float32"}

@@ -82,7 +82,9 @@ def test_networks_and_federations_that_cannot_be_streamed_are_refused(federation
 
 def simulator(build, *, optimizer="sgd", momentum=0.0, **setting):
     setting = local.setting(optimizer, lr=0.05, momentum=momentum, batch_size=12, **setting)
-    return fmr.Simulator(build, network_of("linear"), federated(), cohort=6, local=setting, devices=1)
+    return fmr.Simulator(
+        build, network_of("linear"), federated(), cohort=6, local=setting, layout=fmr.Layout(devices=1)
+    )
 
 
 @pytest.mark.slow
@@ -104,7 +106,9 @@ def test_a_client_that_keeps_its_optimizer_trains_as_without_a_break(optimizer, 
     def keeping(steps):
         setting = local.setting(optimizer, lr=0.05, momentum=0.5, steps=steps, batch_size=12)
         kept = lambda _, problem: keep_optimizer(averaging(problem), problem)
-        return fmr.Simulator(kept, network_of("linear"), federated((9,)), cohort=1, local=setting, devices=1)
+        return fmr.Simulator(
+            kept, network_of("linear"), federated((9,)), cohort=1, local=setting, layout=fmr.Layout(devices=1)
+        )
 
     one, two = keeping(1), keeping(2)
     start = jax.device_get(one.init())

@@ -29,7 +29,9 @@ def simulator():
     def make(hyper, cohort=CLIENTS):
         setting = local.setting(lr=0.1, epochs=2, batch_size=4)
         strategy = "fedsubavg" if hyper else "fedavg"
-        return fmr.Simulator(strategy, "mlp_table", federated, cohort=cohort, local=setting, hyper=hyper, devices=1)
+        return fmr.Simulator(
+            strategy, "mlp_table", federated, cohort=cohort, local=setting, hyper=hyper, layout=fmr.Layout(devices=1)
+        )
 
     return make
 

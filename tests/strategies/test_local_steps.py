@@ -15,7 +15,9 @@ from fedjax_mr.testing.federations import federated, network_of
 
 def simulator(strategy, **options):
     setting = local.setting(lr=0.1, batch_size=4, **options)
-    return fmr.Simulator(strategy, network_of("linear"), federated(), cohort=3, local=setting, devices=1, lanes=1)
+    return fmr.Simulator(
+        strategy, network_of("linear"), federated(), cohort=3, local=setting, layout=fmr.Layout(devices=1, lanes=1)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "adaptivefl"])

@@ -14,6 +14,7 @@ from fedjax_mr.client import local
 from fedjax_mr.client.samples import ClientData
 from fedjax_mr.clock import schedule
 from fedjax_mr.clock.asynchronous import Keys, asynchronous
+from fedjax_mr.engine.layout import Layout
 from fedjax_mr.engine.round import dispatch
 from fedjax_mr.engine.simulator import Simulator
 from fedjax_mr.errors import UserError
@@ -406,7 +407,7 @@ def test_methods_with_new_factors_in_each_update_refuse_asynchronous_clients(nam
 
 @functools.cache
 def problem_of(model):
-    return Simulator("fedavg", model(), federated(), cohort=K, devices=1, lanes=1).problem
+    return Simulator("fedavg", model(), federated(), cohort=K, layout=Layout(devices=1, lanes=1)).problem
 
 
 with_head = functools.partial(adapted, head=True)
@@ -568,7 +569,7 @@ def test_a_changed_base_is_part_of_the_payload(name):
 
 
 def test_bad_input_is_refused_in_one_line():
-    problem = Simulator("fedavg", WHOLE, federated(), cohort=K, devices=1, lanes=1).problem
+    problem = Simulator("fedavg", WHOLE, federated(), cohort=K, layout=Layout(devices=1, lanes=1)).problem
     for name in METHODS:
         row = STRATEGIES[name]
         with pytest.raises(
@@ -578,7 +579,9 @@ def test_bad_input_is_refused_in_one_line():
     for ranks in ("3", "0", "2,x"):
         with pytest.raises(UserError, match="must be numbers from 1 to lora_rank=2"):
             lora.flora(lora.Ranks(ranks), parts_of("flora")[1])
-    only_b = Simulator("fedavg", adapted(trainable="*/lora_b"), federated(), cohort=K, devices=1, lanes=1).problem
+    only_b = Simulator(
+        "fedavg", adapted(trainable="*/lora_b"), federated(), cohort=K, layout=Layout(devices=1, lanes=1)
+    ).problem
     with pytest.raises(UserError, match="fedit trains both factors of the adapters: leave out trainable="):
         lora.fedit(None, only_b)
 
@@ -588,7 +591,9 @@ def test_bad_input_is_refused_in_one_line():
 def test_clients_of_a_smaller_rank_keep_it_and_nothing_frozen_changes(name):
     model, row = adapted(head=True), STRATEGIES[name]
     hyper = row.hyper("1") if row.hyper and issubclass(row.hyper, lora.Ranks) else row.hyper and row.hyper()
-    simulator = Simulator(row.build, model, federated(), hyper=hyper, cohort=K, devices=1, lanes=K, name=name)
+    simulator = Simulator(
+        row.build, model, federated(), hyper=hyper, cohort=K, layout=Layout(devices=1, lanes=K), name=name
+    )
     state, report = simulator.run(simulator.init(), 3)
     tree_equal(simulator.rounds.constants.problem.model.frozen, model.frozen)
     assert np.isfinite(report.train_loss)

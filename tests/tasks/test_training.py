@@ -89,7 +89,9 @@ def test_the_own_task_of_a_simulator():
 def test_fedprox_with_class_weights_keeps_its_own_term(mu):
     def trained(strategy, hyper, **options):
         federated, network = small.federated("classification"), small.network("classification")
-        simulator = fmr.Simulator(strategy, network, federated, cohort=6, seed=1, hyper=hyper, devices=1, **options)
+        simulator = fmr.Simulator(
+            strategy, network, federated, cohort=6, seed=1, hyper=hyper, layout=fmr.Layout(devices=1), **options
+        )
         state, _ = simulator.run(simulator.init(), 2)
         return np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(jax.device_get(simulator.deployed(state)))])
 
@@ -106,7 +108,7 @@ def test_one_full_batch_of_fedavg_is_a_gradient_step_of_pooled_least_squares():
     dataset = fmr.from_arrays(x, y, task="regression", client=owner, x_test=x, y_test=y, client_test=owner)
     federated = fmr.data.federate(dataset, partition="natural", num_clients=0)
     setting = fmr.local.setting(lr=0.1, momentum=0.0, epochs=1, batch_size=30)
-    simulator = fmr.Simulator("fedavg", "logistic", federated, cohort=3, local=setting, devices=1)
+    simulator = fmr.Simulator("fedavg", "logistic", federated, cohort=3, local=setting, layout=fmr.Layout(devices=1))
     before = simulator.init()
     flat = lambda tree: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(jax.device_get(tree))]
     bias, weights = flat(simulator.deployed(before))
@@ -241,7 +243,9 @@ def test_the_facts_of_a_task_survive_a_run_folder():
 def test_calibration_finds_the_temperature_and_keeps_the_classes():
     """Logits of a network that is three times too sure: the labels are drawn from the softmax of a third of them."""
     federated = small.federated("classification")
-    simulator = fmr.Simulator("fedavg", small.network("classification"), federated, cohort=5, devices=1)
+    simulator = fmr.Simulator(
+        "fedavg", small.network("classification"), federated, cohort=5, layout=fmr.Layout(devices=1)
+    )
     network = fmr.TrainedNetwork.of(
         simulator.model, jax.device_get(simulator.deployed(simulator.init())), Facts.of(federated.dataset)
     )

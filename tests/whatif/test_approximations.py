@@ -98,7 +98,7 @@ def simulator():
         federated,
         cohort=COHORT,
         local=fmr.local.setting(lr=0.05, batch_size=4, epochs=2),
-        devices=1,
+        layout=fmr.Layout(devices=1),
     )
 
 
@@ -175,7 +175,7 @@ def test_who_cannot_be_approximated(simulator, monkeypatch):
         simulator.federated,
         cohort=COHORT,
         hyper=hyper,
-        devices=1,
+        layout=fmr.Layout(devices=1),
     )
     with pytest.raises(UserError, match="needs a method with one global model, such as fedavg"):
         fmr.what_if(several, coalitions=[], rounds=1, approximations=True)

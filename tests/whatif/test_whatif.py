@@ -58,7 +58,7 @@ def simulator(strategy, *clients, cohort=6, federated=None, **setting):
         cohort=cohort,
         local=fmr.local.setting(**{"lr": 0.05, "batch_size": 4, "epochs": 2} | setting),
         hyper=hyper,
-        devices=1,
+        layout=fmr.Layout(devices=1),
     )
 
 
