@@ -78,7 +78,7 @@ def test_a_channel_and_late_clients_train_every_task(task, flags, tmp_path):
 def test_the_own_task_of_a_simulator():
     """The task of the arguments takes the place of that of the dataset: the same targets as another kind of number."""
     federated, task = small.federated("regression"), tasks.Regression(width=2, mean=(0.5,), std=(0.25,), unit="mg")
-    options = {"cohort": 5, "devices": 1, "task": task, "metrics": ["mae"]}
+    options = {"cohort": 5, "layout": fmr.Layout(devices=1), "task": task, "metrics": ["mae"]}
     simulator = fmr.Simulator("fedavg", small.OfVectors(num_classes=2), federated, **options)
     assert simulator.model.task == dataclasses.replace(task, metrics=(tasks.METRICS["mae"],))
     with pytest.raises(UserError, match="the training set needs one integer label per sample"):
