@@ -41,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 FILES = ("fedjax_mr/strategies/**/*.py", "fedjax_mr/channel/*.py", "fedjax_mr/clock/*.py",
          "fedjax_mr/engine/round.py", "fedjax_mr/client/local.py")  # fmt: skip
 NO_ALGORITHM = ("__init__.py", "hyper.py")  # tables and declarations
+MOST_IMPORTERS = 8  # of a file without a method; a file that more methods import is tested with a few of them
 SECONDS = 300  # of computing time; a mutant whose tests take longer is killed, because its loops do not end
 
 
@@ -291,8 +292,13 @@ def stages(path: str, root: Path) -> list[list[str]]:
     methods = []
     if room == "strategies":
         of_all = [folder / "test_parts.py", folder / "test_identities.py"]  # they have a row for many methods
-        by_name = [*of_all, *(file for file in by_name if file not in of_all)]
-        methods = methods_by_file(root).get(name, ["fedavg", "fedmr", "scaffold", "clusamp"])
+        registered = methods_by_file(root)
+        files = [name] if name in registered else importers(name, root)
+        if len(files) > MOST_IMPORTERS:  # a part of all methods
+            files, registered = [name], {name: ["fedavg", "fedmr", "scaffold", "clusamp"]}
+        of_files = [folder / f"test_{each}.py" for each in files if (folder / f"test_{each}.py").is_file()]
+        by_name = list(dict.fromkeys([*of_files, *of_all, *by_name]))
+        methods = [method for each in files for method in registered.get(each, ())]
     elif room == "engine":  # every method trains through these files
         by_name = [*sorted(folder.glob("test_*.py")), root / "tests/strategies/test_identities.py"]
         methods = ["fedavg", "fedmr", "scaffold"]
@@ -319,6 +325,14 @@ def methods_by_file(root: Path) -> dict[str, list[str]]:
     ):
         methods[file].append(method)
     return methods
+
+
+def importers(name: str, root: Path) -> list[str]:
+    """The files of `strategies` that import the file ``name``, which has no method, such as the graphs of clients."""
+    imports = re.compile(rf"^from fedjax_mr\.strategies(\.{name} import|\s+import .*\b{name}\b)", re.MULTILINE)
+    return [
+        file.stem for file in sorted((root / "fedjax_mr/strategies").glob("*.py")) if imports.search(file.read_text())
+    ]
 
 
 def run_tests(root: Path, arguments: list[str], log: Path) -> str:

@@ -13,6 +13,7 @@ from fedjax_mr.engine.clients import CLIENTS, ClientAxis
 from fedjax_mr.strategies import dpsgd, fedavg
 from fedjax_mr.strategies.dpsgd import Hyper
 from fedjax_mr.strategies.graphs import graph_of
+from fedjax_mr.strategies.interface import Cohort
 from fedjax_mr.strategies.parts import Models
 
 
@@ -27,9 +28,9 @@ def mixed(models, weights):
 @pytest.mark.parametrize(
     ("name", "order"),
     [
-        ("ring", "train"),
+        ("one_peer", "train"),  # the graph turns
         ("one_peer", "mix"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("ring", "mix"), ("one_peer", "train"))),
+        *(pytest.param("ring", order, marks=pytest.mark.slow) for order in ("train", "mix")),
     ],
 )
 def test_three_rounds_equal_the_equations(transcription, name, order):
@@ -71,6 +72,51 @@ def test_with_some_clients_only_these_average(transcription):
     assert 0 < apart < 8  # both cases
 
 
+@pytest.fixture
+def late(tiny):
+    """(problem, state, uploads, cohort) of a ring of clients 0..3 with models full of 0..3, of which client 1 is late.
+
+    The uploads are full of 10..13.
+    """
+    filled = lambda numbers: jax.vmap(tiny.model)(jnp.stack([jnp.full((2, 2), number) for number in numbers]))
+    state, uploads = Models(filled(range(4))), {"model": filled(range(10, 14))}
+    cohort = Cohort(np.arange(4, dtype=np.int32), np.int32([3, 0, 3, 3]))
+    return tiny.problem((3, 3, 3, 3), cohort=4), state, uploads, cohort
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("train", [(2 * 10 + 13) / 3, 1, (2 * 12 + 13) / 3, (10 + 12 + 13) / 3]),
+        ("mix", [(0 + 0 + 3) / 3 + 10, 1, (2 + 2 + 3) / 3 + 10, (0 + 2 + 3) / 3 + 10]),
+    ],
+)
+def test_a_late_client_keeps_its_model_and_its_neighbours_the_weight_of_it(tiny, late, order, expected):
+    problem, state, uploads, cohort = late
+    strategy = dpsgd.build(Hyper(order=order), problem)
+    new, _ = jax.jit(strategy.server_update)(state, uploads, cohort, jnp.int32(0), jax.random.key(0))
+    for client, number in enumerate(expected):
+        np.testing.assert_allclose(tiny.head(trees.take(new.models, client)), number, rtol=1e-6)
+
+
+def test_a_robust_rule_sees_the_models_of_the_neighbours_that_take_part(late):
+    problem, state, uploads, cohort = late
+    seen = []
+    combine = lambda params, received: (seen.append(received), (jax.tree.map(lambda leaf: leaf + 1, params), {}))[1]
+    new, _ = dpsgd.build(Hyper(), problem).neighbours(combine)(state, uploads, cohort, jnp.int32(0), None)
+    senders = [set(np.asarray(seen[0].ids)[i][np.asarray(seen[0].shares)[i] > 0]) for i in range(4)]
+    assert senders == [{3}, set(), {3}, {0, 2}]
+    leaf = jax.tree.leaves(new.models)[0]
+    np.testing.assert_array_equal(leaf[:, 0, 0], [11, 2, 13, 14])  # what the rule made of the trained models
+
+
+def test_the_personal_model_of_a_client_is_its_own(tiny, late):
+    problem, state, _, _ = late
+    strategy = dpsgd.build(Hyper(), problem)
+    own = strategy.personal_model(strategy.personal_part(state, 2), None, None, None)
+    np.testing.assert_array_equal(tiny.head(own), 2)
+
+
 def test_the_exchange_on_the_complete_graph_is_the_mean_of_fedavg(federation, close, sent_after):
     problem = federation("normed", cohort=6).problem
     ours, average = (
@@ -78,6 +124,14 @@ def test_the_exchange_on_the_complete_graph_is_the_mean_of_fedavg(federation, cl
         for each, hyper in ((dpsgd, Hyper(graph="complete")), (fedavg, fedavg.Hyper(weights="uniform")))
     )
     close(sent_after(ours, problem), sent_after(average, problem))
+
+
+def test_both_orders_average_the_statistics(federation, close, sent_after):
+    problem = federation("normed", cohort=6).problem
+    sent = [
+        sent_after(dpsgd.build(Hyper(graph="complete", order=order), problem), problem) for order in ("train", "mix")
+    ]
+    close(*(model["batch_stats"] for model in sent))
 
 
 def test_the_mean_of_all_models_is_deployed(federation, close):
