@@ -118,22 +118,20 @@ def build(hyper: Hyper, problem: Problem) -> Strategy:
         begin = (jnp.zeros((), jnp.int32), memory.weights, jnp.zeros(RECENT))
         return jax.lax.while_loop(goes_on, epoch, begin)[1]
 
-    def initialised(received: Variables, memory: Memory, weights: list[jax.Array]) -> Variables:
-        return trees.where(memory.trained, start(received, memory.model, weights), received)
-
     def init_memory(key, client_id):
+        """The start of a client without a model is the received one: 0 + 1 (w - 0)."""
         ones = [jnp.ones(leaf.shape, leaf.dtype) for leaf in upper(shapes["params"])]
         return Memory(trees.zeros_like(shapes), ones, jnp.zeros((), bool), jnp.zeros((), bool))
 
     def client_update(payload, memory, data, round, key):
         received = payload["model"]
         weights = learned(received, memory, data, key)
-        first = {"model": initialised(received, memory, weights)}
+        first = {"model": start(received, memory.model, weights)}
         upload, _, metrics = average.client_update(first, None, data, round, key)
         return upload, Memory(upload["model"], weights, jnp.ones((), bool), memory.trained), metrics
 
     def personal_model(state, memory, data, key):
         weights = learned(state.model, memory._replace(settled=jnp.ones((), bool)), data, key)
-        return initialised(state.model, memory, weights)
+        return start(state.model, memory.model, weights)
 
     return average._replace(client_update=client_update, init_memory=init_memory, personal_model=personal_model)

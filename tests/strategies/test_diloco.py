@@ -7,16 +7,19 @@ import numpy as np
 import pytest
 
 import fedjax_mr as fmr
+from fedjax_mr import trees
 from fedjax_mr.client import local
 from fedjax_mr.errors import UserError
 from fedjax_mr.experiment.build import simulator_of
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.resolve import resolve
+from fedjax_mr.models.base import Layer
 from fedjax_mr.strategies import STRATEGIES, diloco, fedavg, fedmr
 from fedjax_mr.strategies.diloco import Hyper
 from fedjax_mr.strategies.parts import averaging
+from fedjax_mr.strategies.traffic import usual_traffic
 from fedjax_mr.strategies.transforms import keep_optimizer
-from fedjax_mr.testing.federations import federated, network_of
+from fedjax_mr.testing.federations import federated, first_cohort, network_of
 
 
 def test_three_rounds_equal_the_equations(transcription):
@@ -67,6 +70,31 @@ def test_with_two_fragments_each_is_sent_in_every_other_round(transcription, vel
         by_hand.check(by_hand.progress.server.inner.model, model)
         received = sum(sizes) if round == 0 else sizes[(round - 1) % 2]
         assert by_hand.report.traffic.num_bytes() == (4 * received, 4 * sizes[round % 2], 0)
+
+
+def test_a_round_of_fragments_changes_and_sends_every_second_layer(federation):
+    """Statistics of BatchNorm wait like the parameters of their layer."""
+    problem = federation("normed", cohort=6).problem
+    scale, bias, *statistics = sorted(problem.layers[0].leaves, reverse=True)
+    in_four = [Layer("", tuple(leaves), ()) for leaves in ([scale, bias], statistics, [4], [5])]
+    problem = dataclasses.replace(problem, layers=tuple(in_four))
+    strategy = diloco.build(Hyper(fragments=2), problem)
+
+    @jax.jit
+    def one_round(key, round):
+        state = strategy.init(key)
+        uploads = {"model": trees.broadcast(jax.tree.map(lambda leaf: leaf + 1, state.inner.model), 6)}
+        new, _ = strategy.server_update(state, uploads, first_cohort(problem), round, key)
+        traffic = strategy.traffic(usual_traffic({}, uploads), state, uploads, first_cohort(problem), round)
+        return state.inner.model, new.inner.model, traffic
+
+    for round in (0, 1):
+        old, new, traffic = jax.device_get(one_round(jax.random.key(0), np.int32(round)))
+        leaves = list(zip(*map(jax.tree.leaves, (old, new)), strict=True))
+        for place, layer in enumerate(problem.layers):
+            assert all(np.any(leaves[leaf][0] != leaves[leaf][1]) == (place % 2 == round) for leaf in layer.leaves)
+        in_turn = [leaf for layer in problem.layers[round::2] for leaf in layer.leaves]
+        assert traffic.num_bytes()[1] == 6 * sum(leaves[leaf][0].nbytes for leaf in in_turn)
 
 
 def test_networks_and_federations_that_cannot_be_streamed_are_refused(federation):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.client import local
 from fedjax_mr.strategies import fedala
 from fedjax_mr.strategies.fedala import Hyper
 
@@ -46,6 +47,49 @@ def test_five_rounds_equal_the_equations(transcription, layers):
             for ours, theirs in zip(by_hand.progress.memory.weights, expected, strict=True):
                 np.testing.assert_allclose(ours[i], theirs, rtol=1e-3, atol=1e-4)
     assert moved > 0.1 and len(learnt) > 1
+
+
+@pytest.fixture
+def trainings(tiny, monkeypatch):
+    """(hyper, settled, test) -> the samples (first, number) of each epoch in which a trained client's W is trained."""
+
+    def make(hyper, *, settled, test, key=0):
+        problem, seen = tiny.problem((10, 10)), []
+
+        def run(step, setting, start, data, key):
+            seen.append((int(data.offset), int(data.size)))
+            return start, local.Metrics(jnp.float32(5.0), data.size, jnp.int32(1), jnp.int32(-1))
+
+        monkeypatch.setattr(local, "run", run)
+        strategy = fedala.build(hyper, problem)
+        state = strategy.init(jax.random.key(0))
+        memory = strategy.init_memory(None, None)._replace(
+            model=state.model, trained=jnp.ones((), bool), settled=jnp.full((), settled)
+        )
+        data = tiny.client(np.ones((10, 2)), np.zeros(10))
+        with jax.disable_jit():
+            if test:
+                strategy.personal_model(state, memory, data, jax.random.key(key))
+            else:
+                strategy.client_update({"model": state.model}, memory, data, jnp.int32(0), jax.random.key(key))
+                seen.pop()  # the training of the model
+        return seen
+
+    return make
+
+
+def test_the_weights_train_on_a_random_part_of_the_samples(trainings):
+    parts = [trainings(Hyper(share=0.5), settled=True, test=True, key=key)[0] for key in range(6)]
+    assert {size for _, size in parts} == {5}
+    first = [first for first, _ in parts]
+    assert len(set(first)) > 1 and min(first) >= 0 and max(first) <= 5
+
+
+def test_the_first_training_of_the_weights_ends_when_ten_losses_agree_later_ones_take_an_epoch(trainings):
+    assert len(trainings(Hyper(), settled=False, test=False)) == 11  # all losses are equal
+    assert len(trainings(Hyper(threshold=0.0, most_epochs=17), settled=False, test=False)) == 17
+    assert len(trainings(Hyper(), settled=True, test=False)) == 1
+    assert len(trainings(Hyper(), settled=False, test=True)) == 1
 
 
 def test_with_a_rate_of_zero_the_start_of_a_trained_client_is_the_global_model(federation, close):

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_mr.strategies.fedmuon import Hyper, orthogonal
+from fedjax_mr.client import local
+from fedjax_mr.strategies.fedmuon import Hyper, optimizer, orthogonal
 
 
 def test_singular_values_come_near_to_one_in_the_same_directions():
@@ -15,6 +16,16 @@ def test_singular_values_come_near_to_one_in_the_same_directions():
     np.testing.assert_allclose(found, u * values @ v, atol=1e-4)
     np.testing.assert_allclose(orthogonal(jnp.array([3.0, 4.0]), 0), [0.6, 0.8], rtol=1e-5)
     assert not np.any(orthogonal(jnp.zeros((2, 3)), 5))
+
+
+def test_the_gradient_is_clipped_before_the_momentum_and_the_weights_decay_beside_it():
+    setting = local.setting(lr=0.5, momentum=0.5, clip_norm=1.0, weight_decay=0.1)
+    params = {"w": jnp.array([[4.0, 0.0]])}
+    zeros = {"w": jnp.zeros((1, 2))}
+    muon = optimizer(setting, zeros, zeros, 0)
+    moves, state = muon.update({"w": jnp.array([[0.0, 10.0]])}, muon.init(params), params)
+    np.testing.assert_allclose(state.momentum["w"], [[0.0, 0.5]], rtol=1e-6)
+    np.testing.assert_allclose(moves["w"], [[-0.5 * 0.1 * 4, -0.5 * 1.0]], rtol=1e-5)
 
 
 def orthogonal_by_hand(torch, tensor, iterations):

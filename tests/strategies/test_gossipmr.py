@@ -64,6 +64,22 @@ def test_a_round_keeps_the_copies_of_each_tensor_and_says_what_it_sent(engine):
     np.testing.assert_allclose(float(info["consensus"]) ** 2, spread(uploads), rtol=1e-4)
 
 
+def test_the_pairs_follow_from_the_round_and_the_seed_of_the_graph(federation):
+    problem = federation("linear", cohort=6).problem
+
+    def drawn(seed):
+        strategy = gossipmr.build(gossipmr.Hyper(graph_seed=seed), problem)
+        start = jax.jit(strategy.init)(jax.random.key(0))
+        rows = jax.tree.map(lambda leaf: leaf * 0 + np.arange(6.0).reshape(6, *[1] * (leaf.ndim - 1)), start.models)
+        update = jax.jit(
+            lambda round: strategy.server_update(start, {"model": rows}, first_cohort(problem), round, None)
+        )
+        return [np.asarray(jax.tree.leaves(update(np.int32(round))[0].models)[0]).tobytes() for round in range(8)]
+
+    zero, one = drawn(0), drawn(1)
+    assert len(set(zero)) > 1 and zero == drawn(0) != one
+
+
 def test_in_expectation_it_averages_like_dpsgd_with_other_weights():
     """The mean of the permutations is a symmetric matrix on the edges of the graph whose rows sum to one."""
     graph = graph_of(Hyper(graph="torus"), 9, 9)
