@@ -75,6 +75,23 @@ def test_with_all_clients_a_row_moves_by_the_mean_change_of_those_that_have_it(s
             )
 
 
+@pytest.mark.parametrize(("heat", "moved"), [("seen", 0.5 / (3 / 8)), ("round", 0.5 / (2 / 4))])
+def test_a_row_is_as_hot_as_its_uploads_of_all_rounds_or_of_this_one(simulator, heat, moved):
+    """Film 3: one of four uploads in the rounds before, and now two of four, which change one number of its row."""
+    strategy = fedsubavg.build(Hyper(heat, "uniform"), simulator(Hyper(heat, "uniform")).problem)
+    name = "columns/column1/embedding"
+    state = jax.device_get(jax.jit(strategy.init)(jax.random.key(0)))
+    state = state._replace(heat=state.heat | {name: np.float32(np.arange(FILMS) == 3)}, uploads=np.float32(4))
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf] * CLIENTS), state.model)
+    stacked["params"]["columns"]["column1"]["embedding"][:2, 3, 0] += 1
+    cohort = Cohort(np.arange(CLIENTS), np.full(CLIENTS, 5))
+    new, _ = jax.jit(strategy.server_update)(state, {"model": stacked}, cohort, jnp.asarray(0), None)
+    change = row_of(new.model, slice(None)) - row_of(state.model, slice(None))
+    assert change[3, 0] == pytest.approx(moved, rel=1e-4)
+    change[3, 0] = 0
+    np.testing.assert_allclose(change, 0, atol=1e-6)
+
+
 def test_the_heat_approaches_the_clients_that_have_a_feature(simulator):
     """In training: with one client per round, n_m / N is the share of the rounds so far that changed a row."""
     one = simulator(Hyper(weights="uniform"), cohort=1)
