@@ -35,6 +35,11 @@ def test_rows_and_columns_sum_to_one_and_the_map_is_the_matrix(name, count):
         np.testing.assert_allclose(matrix(round), one.weights[round % len(one.weights)], atol=1e-6)
 
 
+def test_all_clients_of_a_star_are_neighbours_of_the_first_one():
+    edges = graph("star", 5).weights[0] * ~np.eye(5, dtype=bool) > 0
+    assert edges[0, 1:].all() and edges[1:, 0].all() and not edges[1:, 1:].any()
+
+
 @pytest.mark.parametrize("name", [name for name in GRAPHS if name not in ("exponential", "one_peer")])
 def test_clients_that_do_not_take_part_keep_their_models_and_the_mean_stays(name):
     active = np.arange(8) % 3 != 0

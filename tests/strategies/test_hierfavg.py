@@ -88,6 +88,19 @@ def test_the_cloud_may_recombine_or_mix_and_keeps_the_mean(engine, cloud):
             np.testing.assert_allclose(rows[:, 0], [0.75 * 0 + 0.25 * 3, 0.75 * 3 + 0.25 * 9, 0.75 * 9], rtol=1e-6)
 
 
+def test_the_cloud_takes_turns_in_its_own_rounds(tiny):
+    """Its third round is the sixth of the edges, and it mixes each model with the next one again, as in its first."""
+    problem = tiny.problem((3,) * 6, cohort=6)
+    strategy = hierfavg.build(Hyper(edges=3, period=2, cloud="cross", alpha=0.75), problem)
+    filled = lambda numbers: jax.vmap(tiny.model)(jnp.stack([jnp.full((2, 2), number) for number in numbers]))
+    state, uploads = Models(filled([0.0] * 3)), {"model": filled([0.0, 0.0, 3.0, 3.0, 9.0, 9.0])}
+    update = jax.jit(lambda round: strategy.server_update(state, uploads, first_cohort(problem), round, None)[0])
+    for round, others in ((1, (3, 9, 0)), (3, (9, 0, 3)), (5, (3, 9, 0))):
+        models = update(jnp.int32(round)).models
+        for edge, (own, other) in enumerate(zip((0, 3, 9), others, strict=True)):
+            np.testing.assert_allclose(tiny.head(trees.take(models, edge)), 0.75 * own + 0.25 * other, rtol=1e-6)
+
+
 @pytest.mark.parametrize("edge", ["recombine", "cross"])
 def test_an_edge_may_recombine_or_mix_among_its_own_clients(engine, edge):
     """Models 0, 1, 2 belong to the first edge, the others to the second. The third round is the cloud's."""

@@ -1,11 +1,15 @@
 """IFCA against its equations: both options, the shared body, and the clusters that it finds."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fedjax_mr import trees
+from fedjax_mr.strategies import ifca
 from fedjax_mr.strategies.ifca import Hyper
+from fedjax_mr.strategies.interface import Cohort
+from fedjax_mr.strategies.parts import Models
 
 
 @pytest.mark.parametrize(
@@ -38,6 +42,18 @@ def test_three_rounds_equal_the_equations(transcription, average, shared):
         for number, model in enumerate(models):
             by_hand.check(trees.take(by_hand.progress.server.models, number), model)
     assert 0 in sizes and max(sizes) > 1
+
+
+@pytest.mark.parametrize(("average", "share"), [("model", 1.0), ("gradient", 0.5)])
+def test_a_late_client_is_in_no_cluster(tiny, average, share):
+    strategy = ifca.build(Hyper(average=average), tiny.problem((3, 3, 3), cohort=3))
+    filled = lambda numbers: jax.vmap(tiny.model)(jnp.stack([jnp.full((2, 2), number) for number in numbers]))
+    uploads = {"model": filled([10.0, 20.0, 30.0]), "cluster": jnp.array([0, 0, 1])}
+    cohort = Cohort(np.arange(3, dtype=np.int32), np.int32([3, 0, 3]))
+    new, info = jax.jit(strategy.server_update)(Models(filled([1.0, 2.0])), uploads, cohort, jnp.int32(0), None)
+    for number, (old, mean) in enumerate(((1, 10), (2, 30))):
+        np.testing.assert_allclose(tiny.head(trees.take(new.models, number)), (1 - share) * old + share * mean)
+        assert info[f"clients_of_cluster_{number}"] == 1
 
 
 def test_the_clusters_share_their_body_from_the_start(engine):
