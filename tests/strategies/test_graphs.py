@@ -66,7 +66,9 @@ def test_the_contraction_is_that_of_the_literature():
     assert graph("complete", 12).contraction == 0
     assert graph("exponential", 16).contraction == pytest.approx(1 - 2 / (1 + 4))  # Ying et al. 2021, proposition 1
     assert graph("one_peer", 16).contraction == 0  # exact averages after log2 N rounds, lemma 1
-    assert 0 < graph("one_peer", 12).contraction < 1
+    turns = graph("one_peer", 12)
+    after_all = np.linalg.norm(np.linalg.multi_dot(turns.weights[::-1]) - 1 / 12, 2)
+    assert turns.contraction == pytest.approx(after_all ** (1 / 4)) and 0 < turns.contraction < 1  # of one round
     one = graph("torus", 16).contraction
     assert graph("ring", 16).contraction > one > graph("regular", 16, degree=8).contraction
 
