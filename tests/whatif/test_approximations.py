@@ -79,6 +79,15 @@ def test_gtg_shapley_is_a_mean_of_orders_that_each_client_begins_equally_often()
     np.testing.assert_allclose(RULES["gtg_shapley"]([each], 4), means[-1])
 
 
+def test_gtg_shapley_draws_more_than_thirty_orders_even_if_all_agree():
+    each, generator, other = round_of(sum, (1, 2, 3)), np.random.default_rng(0), np.random.default_rng(0)
+    np.testing.assert_allclose(guided(each.values, [1, 2, 3], 4, generator), [0, 1, 2, 3])
+    for _ in range(11):
+        for first in (1, 2, 3):
+            other.permutation([client for client in (1, 2, 3) if client != first])
+    assert generator.random() == other.random()
+
+
 def test_rotations_give_each_client_each_place():
     found = rotations(random_orders(4, 6))
     assert found.shape == (8, 4)

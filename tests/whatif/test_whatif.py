@@ -4,16 +4,18 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedjax_mr as fmr
+from fedjax_mr import trees
 from fedjax_mr.engine.round import start
 from fedjax_mr.engine.rounds import Rounds
 from fedjax_mr.engine.trials import OneTrial, of_coalition
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.strategies import STRATEGIES
-from fedjax_mr.strategies.parts import select_uniformly
+from fedjax_mr.strategies.parts import averaging, select_uniformly
 from fedjax_mr.testing import federations
 from fedjax_mr.whatif import train
 from fedjax_mr.whatif.__main__ import main
@@ -91,6 +93,24 @@ def test_a_coalition_is_a_federation_without_the_others(strategy, close):
 
 def test_which_servers_take_vacant_slots():
     assert [takes(strategy) for strategy in ("fedavg", "fedmr", "scaffold")] == [True, False, True]
+
+
+@pytest.mark.parametrize("since", [0, 1, 1000])
+def test_a_server_that_counts_slots_takes_no_vacant_ones(since):
+    """Also one that counts them only in later rounds."""
+
+    def build(hyper, problem):
+        average = averaging(problem)
+
+        def server_update(state, uploads, cohort, round, key):
+            new, info = average.server_update(state, uploads, cohort, round, key)
+            factor = jnp.where(round >= since, len(cohort.ids), 1).astype(jnp.float32)
+            return new._replace(model={"params": trees.scale(new.model["params"], factor)}), info
+
+        return average._replace(server_update=server_update)
+
+    one = federations.SharingSimulator(build, federations.network_of("linear"), divided(*EVERYONE), cohort=6)
+    assert not takes_vacant_slots(one.rounds.constants)
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", pytest.param("scaffold", marks=pytest.mark.slow)])
