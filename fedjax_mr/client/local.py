@@ -232,22 +232,42 @@ def setting(
     Raises:
       UserError: the optimizer is unknown, a number is out of range, or the optimizer does not have it.
     """
-    names = {"local_epochs": epochs, "local_steps": steps, "batch_size": batch_size, "lr": lr, "momentum": momentum}
-    check(Training(**names, weight_decay=weight_decay, clip_norm=clip_norm), "")
-    optimizers.check(optimizer, momentum=momentum, weight_decay=weight_decay)
+    training = Training(
+        local_epochs=epochs,
+        local_steps=steps,
+        batch_size=batch_size,
+        optimizer=optimizer,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        clip_norm=clip_norm,
+    )
+    return of_training(training, augment=augment, mix=mix, schedule=schedule)
+
+
+def of_training(
+    training: Training,
+    *,
+    augment: Change | None = None,
+    mix: Mix | None = None,
+    schedule: Callable[[jax.Array], jax.Array] | None = None,
+) -> LocalSetting:
+    """As `setting`, from the dataclass of a configuration, whose names of augmentations and schedules are not read."""
+    check(training, "")
+    optimizers.check(training.optimizer, momentum=training.momentum, weight_decay=training.weight_decay)
     if schedule is not None and not isinstance(schedule, jax.tree_util.Partial):  # a pytree whose leaves are numbers
         schedule = jax.tree_util.Partial(schedule)
     return LocalSetting(
-        optimizer,
-        epochs,
-        batch_size,
-        steps=steps,
+        training.optimizer,
+        training.local_epochs,
+        training.batch_size,
+        steps=training.local_steps,
         augment=augment,
         mix=mix,
-        lr=lr,
-        momentum=momentum if optimizers.has(optimizer, "momentum") and momentum else None,
-        weight_decay=weight_decay or None,
-        clip_norm=clip_norm,
+        lr=training.lr,
+        momentum=training.momentum if optimizers.has(training.optimizer, "momentum") and training.momentum else None,
+        weight_decay=training.weight_decay or None,
+        clip_norm=training.clip_norm,
         schedule=schedule,
     )
 

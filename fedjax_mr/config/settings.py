@@ -3,6 +3,7 @@
 One declaration of a field makes its default, its flag, its entry in ``--help``, its check and its value in JSON files.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -286,18 +287,11 @@ def parse(arguments: Sequence[str], settings: Iterable[Setting]) -> dict[str, An
 
 
 def _read(arguments: Sequence[str], settings: tuple[Setting, ...]) -> dict[str, Any]:
-    values = _FlagValues()
-    try:
+    with _errors_in_one_line([setting.flag for setting in settings]):
         values = _defined(settings)
         values.unparse_flags()
         values.__dict__["files_read"] = 0  # setting an attribute sets a flag
         unexpected = values(["fedjax-mr", *arguments])[1:]
-    except flags.UnrecognizedFlagError as error:
-        raise _unknown_flag(error.flagname, list(values)) from None
-    except flags.CantOpenFlagFileError as error:
-        raise _no_flag_file(error) from None
-    except (flags.Error, ValueError) as error:
-        raise UserError(" ".join(str(error).split())) from None
     if unexpected:
         raise UserError(
             f"unexpected argument {unexpected[0]!r}: every setting is a flag, --name=value (--help=all lists them)"
@@ -307,28 +301,30 @@ def _read(arguments: Sequence[str], settings: tuple[Setting, ...]) -> dict[str, 
 
 
 def values_of_flag(arguments: Sequence[str], flag: str) -> list[str]:
-    """All values of one flag on the command line and in its flag files, read before the other flags exist.
+    """All values of one repeated flag on the command line and in its flag files, read before the other flags exist.
 
     Raises:
-      UserError: a missing flag file.
+      UserError: a missing flag file, or the flag has no value.
     """
+    values, parser = _FlagValues(), _Parser(str, optional=True, repeated=True)
+    values.set_gnu_getopt()  # read on after the value of an unknown flag
+    flags.DEFINE_multi(parser, flags.ArgumentSerializer(), flag, [], "", flag_values=values)
+    with _errors_in_one_line():
+        values(["fedjax-mr", *arguments], known_only=True)
+    return list(_after_none(values[flag].value))
+
+
+@contextlib.contextmanager
+def _errors_in_one_line(known: Collection[str] = ()) -> Iterator[None]:
+    """Raise the errors of absl as a `UserError`. ``known``: the names of all flags."""
     try:
-        words = _FlagValues().read_flags_from_files(list(arguments))
+        yield
+    except flags.UnrecognizedFlagError as error:
+        raise _unknown_flag(error.flagname, known) from None
     except flags.CantOpenFlagFileError as error:
-        raise _no_flag_file(error) from None
-    except flags.Error as error:
+        raise UserError(f"cannot read the flag file: {str(error).rpartition('] ')[2]}") from None
+    except (flags.Error, ValueError) as error:
         raise UserError(" ".join(str(error).split())) from None
-    words = words[: words.index("--")] if "--" in words else words
-    names, values = (f"-{flag}", f"--{flag}"), []
-    for position, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name in names:
-            values.append(value if equals else "".join(words[position + 1 : position + 2]))
-    return list(_after_none([None if value.lower() == "none" else value for value in values]))
-
-
-def _no_flag_file(error: Exception) -> UserError:
-    return UserError(f"cannot read the flag file: {str(error).rpartition('] ')[2]}")
 
 
 class _FlagValues(flags.FlagValues):

@@ -12,6 +12,7 @@ from fedjax_mr.channel import channel, privacy
 from fedjax_mr.channel.links import LINKS
 from fedjax_mr.client import local
 from fedjax_mr.client.schedules import schedule
+from fedjax_mr.client.training import Training
 from fedjax_mr.clock import Cohorts, Schedule, asynchronous, online, with_late_clients
 from fedjax_mr.clock.asynchronous import STALENESS, Keys
 from fedjax_mr.config import config as configuration
@@ -145,24 +146,12 @@ def strategy_of(config: Config) -> Build:
 
 def local_setting(config: Config, dataset: Dataset) -> local.LocalSetting:
     """The settings of the clients' training."""
-    return local.setting(
-        config.optimizer,
-        lr=config.lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        clip_norm=config.clip_norm,
-        epochs=config.local_epochs,
-        steps=config.local_steps,
-        batch_size=config.batch_size,
-        **augmentations(config, dataset),
-        schedule=schedule(
-            config.lr_schedule,
-            decay=config.lr_decay,
-            every=config.lr_every,
-            over=config.lr_over or config.rounds,
-            warmup=config.lr_warmup,
-        ),
+    over = config.lr_over or config.rounds
+    factor = schedule(
+        config.lr_schedule, decay=config.lr_decay, every=config.lr_every, over=over, warmup=config.lr_warmup
     )
+    training = configuration.part(config, Training)
+    return local.of_training(training, **augmentations(config, dataset), schedule=factor)
 
 
 def augmentations(config: Config, dataset: Dataset) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
