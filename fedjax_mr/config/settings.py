@@ -380,23 +380,18 @@ class _Parser(flags.ArgumentParser):
 @functools.lru_cache(maxsize=8)  # a sweep reads the flags of hundreds of runs
 def _defined(settings: tuple[Setting, ...]) -> _FlagValues:
     """The flags of some settings. Every command line is read into the same ones."""
-    values = _FlagValues()
+    values, serializer = _FlagValues(), flags.ArgumentSerializer()
     for setting in settings:
-        _define(values, setting)
+        name, default, text = setting.flag, setting.default, setting.info.help
+        parser: Any = _Parser(setting.kind, setting.optional, setting.repeated)
+        if setting.kind is bool:
+            flags.DEFINE_boolean(name, default, text, flag_values=values)
+            values[name].parser = _TrueOrFalse()
+        elif setting.repeated:
+            flags.DEFINE_multi(parser, serializer, name, list(default), text, flag_values=values)
+        else:
+            flags.DEFINE(parser, name, default, text, flag_values=values, serializer=serializer)
     return values
-
-
-def _define(values: flags.FlagValues, setting: Setting) -> None:
-    name, default, text = setting.flag, setting.default, setting.info.help
-    parser: Any = _Parser(setting.kind, setting.optional, setting.repeated)
-    serializer: Any = flags.ArgumentSerializer()
-    if setting.kind is bool:
-        flags.DEFINE_boolean(name, default, text, flag_values=values)
-        values[name].parser = _TrueOrFalse()
-    elif setting.repeated:
-        flags.DEFINE_multi(parser, serializer, name, list(default), text, flag_values=values)
-    else:
-        flags.DEFINE(parser, name, default, text, flag_values=values, serializer=serializer)
 
 
 def _unknown_flag(name: str, known: Collection[str]) -> UserError:

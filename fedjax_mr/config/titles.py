@@ -159,18 +159,10 @@ def varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def differences(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """What tells settings of equal names apart, such as ``dataset=b/mine.npz``; "" for a name that is the only one."""
-    same: dict[str, list[Mapping[str, Any]]] = {}
-    for name, own in zip(names, settings, strict=True):
-        same.setdefault(name, []).append(own)
-
-    def differing(several: Sequence[Mapping[str, Any]]) -> list[str]:
-        flags = dict.fromkeys(flag for each in several for flag in each)
-        return [flag for flag in flags if len({json.dumps(each.get(flag)) for each in several}) > 1]
-
-    flags = {name: differing(several) if len(several) > 1 else [] for name, several in same.items()}
-    return [
-        ", ".join(f"{flag}={own.get(flag)}" for flag in flags[name]) for name, own in zip(names, settings, strict=True)
-    ]
+    every = dict.fromkeys(flag for each in settings for flag in each)
+    named = [(name, {flag: each.get(flag) for flag in every}) for name, each in zip(names, settings, strict=True)]
+    flags = {name: varied([each for other, each in named if other == name]) for name in dict.fromkeys(names)}
+    return [", ".join(f"{flag}={each[flag]}" for flag in flags[name]) for name, each in named]
 
 
 def runs(configs: Sequence[Config]) -> list[str]:

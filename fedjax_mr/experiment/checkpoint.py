@@ -126,7 +126,7 @@ class Checkpoints:
             if filled:
                 _require_readable(partial / "arrays", filled)
             text = manifest.text_of(
-                {str(path.relative_to(partial)): manifest.crc(path) for path in _files(partial)},
+                manifest.checksums(partial),
                 round=round,
                 meta=meta,
                 leaves={name: _describe(leaf) for name, leaf in leaves.items()},
@@ -253,7 +253,7 @@ class Checkpoints:
             content = _verified(folder)
             expected = _named(template)
             _compare(folder, {name: _describe(leaf) for name, leaf in expected.items()}, content["leaves"])
-            blank = {name: np.empty(_data_shape(leaf), _data_dtype(leaf)) for name, leaf in expected.items()}
+            blank = {name: _blank(leaf) for name, leaf in expected.items()}
             filled = {name: leaf for name, leaf in blank.items() if leaf.size}
             saved = {**blank, **(_arrays(folder / "arrays", filled) if filled else {})}
         except DamageError as damage:
@@ -403,12 +403,10 @@ def _host(leaf: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
-def _data_shape(leaf: Any) -> tuple[int, ...]:
-    return jax.eval_shape(jax.random.key_data, leaf).shape if _is_key(leaf) else leaf.shape
-
-
-def _data_dtype(leaf: Any) -> np.dtype:
-    return np.dtype(np.uint32) if _is_key(leaf) else leaf.dtype
+def _blank(leaf: Any) -> np.ndarray:
+    """An array with the shape and the dtype of the data of a leaf."""
+    data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    return np.empty(data.shape, data.dtype)
 
 
 def _typed(data: np.ndarray, like: Any) -> Any:
@@ -424,10 +422,6 @@ def _compare(folder: Path, expected: dict[str, str], saved: dict[str, str]) -> N
         here, there = expected.get(name, "missing"), saved.get(name, "missing")
         if here != there:
             raise UserError(f"checkpoint {folder} does not fit this run: {name} is {there} there and {here} here")
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _content(folder: Path) -> dict[str, Any]:

@@ -47,8 +47,7 @@ from fedjax_mr.models import Model, Variables
 from fedjax_mr.results.rows import best_row, without_better_loss
 
 SECONDS_PER_CHECKPOINT = 2.0  # of training; writing a checkpoint takes 0.03 seconds and more
-# The entries that every version has written into its checkpoints. `traffic` and `rows` were added later.
-_META = ("data", "images", "train_seconds", "seconds", "compile_seconds")
+_META = ("data", "images", "traffic", "train_seconds", "seconds", "compile_seconds")  # what resuming needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,16 +179,14 @@ class Experiment:
         restore = functools.partial(self.checkpoints.restore_run, template, round, model=self.model)
         progress, meta = self.processes.together(restore)
         if missing := [name for name in _META if name not in meta]:
-            raise UserError(f"the checkpoint of round {round} in {self.folder.path} has no {', '.join(missing)}")
+            raise UserError(
+                f"the checkpoint of round {round} in {self.folder.path} has no {', '.join(missing)}: resume it with "
+                "the version that wrote it, or start again with --overwrite"
+            )
         self.processes.together(lambda: require_same_data(self.folder.path, meta, self.federated))
         self.processes.on_first(lambda: self._require_same_numbers(meta))
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
         self.saved_at = self.train_seconds
-        if "traffic" not in meta:
-            raise UserError(
-                f"{self.folder.path} comes from a version whose checkpoints contain no traffic: resume it with that "
-                "version, or start again with --overwrite"
-            )
         self.traffic = tuple(meta["traffic"])
         self.compile_seconds_before = meta["compile_seconds"]
         done = int(progress.round)
@@ -285,10 +282,6 @@ class Experiment:
         """The round of the next evaluation or checkpoint."""
         periods = (self.config.eval_every, self.config.checkpoint_every or self.config.eval_every)
         return min(self.config.rounds, *((done // every + 1) * every for every in periods))
-
-    def has_ended(self, done: int) -> bool:
-        """Whether the run ends after ``done`` rounds."""
-        return self.ended_by(done) is not None
 
     def ended_by(self, done: int) -> str | None:
         """The flag that ends the run after ``done`` rounds (rounds, stop_at_accuracy or patience), or None."""
@@ -420,10 +413,6 @@ class Experiment:
             return {}
         counts = np.bincount(clients.architecture, minlength=len(networks))
         return {f"network_{number}_{model.name}": counts[number] for number, model in enumerate(networks)}
-
-    def close(self) -> None:
-        """Close the logs."""
-        self.logs.close()
 
     def finish(self, progress: Progress, done: int) -> Result:
         """Run the final tests, write the summary and the figures, and return the result.

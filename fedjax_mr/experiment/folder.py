@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -32,7 +33,6 @@ from fedjax_mr.results.rows import (
     line_of,
     plain_numbers,
     read_rows,
-    write_summary,
 )
 from fedjax_mr.results.rows import read_summary as read_summary
 
@@ -131,7 +131,12 @@ class RunFolder:
             return cls(_to_resume(config), resumed=True)
         created: list[Path] = []
         try:
-            path = _new_in_runs(config, created) if config.run_dir is None else _from_run_dir(config, created)
+            if config.run_dir is None:
+                path = _new_in_runs(config, created)
+            else:
+                path = Path(config.run_dir)
+                created += files.make_folder(path)
+                _require_empty(path, config)
             return cls(path, resumed=False, created=created)
         except (OSError, UserError) as error:
             _remove_empty(created)
@@ -145,8 +150,6 @@ class RunFolder:
         Raises:
           UserError: the folder cannot be written.
         """
-        if not self.writes:
-            return
         self._begun = True
         try:
             self._clear()
@@ -160,16 +163,13 @@ class RunFolder:
         if not self.writes:
             return
         if not self.to_keep:
-            self._withdraw()
+            with contextlib.suppress(OSError):  # an error is already being reported
+                if self._begun:
+                    self._clear()
+                if not self._locked_before:
+                    (self.path / ".lock").unlink(missing_ok=True)
+            _remove_empty(self._created)
         self._unlock()
-
-    def _withdraw(self) -> None:
-        with contextlib.suppress(OSError):  # an error is already being reported
-            if self._begun:
-                self._clear()
-            if not self._locked_before:
-                (self.path / ".lock").unlink(missing_ok=True)
-        _remove_empty(self._created)
 
     def _clear(self) -> None:
         for path in (self.path / name for name in CONTENTS):
@@ -185,9 +185,6 @@ class RunFolder:
 
         So a kill at any moment leaves no file that seems damaged.
         """
-        if not self.writes:
-            yield
-            return
         if any(name in self._sealed["files"] for name in names):
             for part in self._sealed.values():
                 for name in names:
@@ -352,8 +349,8 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``."""
-        with self._sealing("metrics.jsonl", "summary.json"):
-            write_summary(self.path, summary)
+        with self._sealing("metrics.jsonl", "summary.json"), files.atomic_write(self.path / "summary.json") as path:
+            path.write_text(json.dumps(plain_numbers(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def write_clients(self, table: Mapping[str, Sequence[Any]]) -> None:
         """Write ``clients.csv``, one row per client; numbers that are not finite are empty."""
@@ -512,15 +509,8 @@ def _visible_names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
 
 
-def _from_run_dir(config: Config, created: list[Path]) -> Path:
-    """Create ``run_dir`` if necessary; it must be empty, or contain a run that may be overwritten."""
-    path = Path(config.run_dir or "")
-    created += files.make_folder(path)
-    _require_empty(path, config)
-    return path
-
-
 def _require_empty(path: Path, config: Config) -> None:
+    """Check that a folder is empty, or contains a run that may be overwritten."""
     names = _visible_names(path)
     if names and not config.overwrite:
         raise UserError(f"{path} is not empty: resume=True continues the run in it, overwrite=True replaces it")

@@ -7,7 +7,7 @@ writes in a separate process and may lose the last seconds.
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Logs:
 
     def write(self, row: MetricsRow) -> None:
         """Write an evaluation to every log."""
-        self._each(list(self._open), lambda log: log.write(row))
+        self._each(lambda log: log.write(row))
 
     def close(self) -> None:
         """End all logs."""
@@ -65,13 +65,13 @@ class Logs:
             return
         state = run_state(self._folder)
         summary = numbers(read_summary(self._folder)) if state == "finished" else {}
-        self._each(list(self._open), lambda log: log.close(state, summary))
+        self._each(lambda log: log.close(state, summary))
         self._open = {}
 
-    def _each(self, names: Iterable[str], do: Callable[[Log], None]) -> None:
-        for name in names:
+    def _each(self, do: Callable[[Log], None]) -> None:
+        for name, log in list(self._open.items()):
             try:
-                do(self._open[name])
+                do(log)
             except Exception as error:
                 del self._open[name]
                 print(

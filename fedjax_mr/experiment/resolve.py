@@ -211,10 +211,9 @@ def _check_adapters(config: Config, user_objects: UserObjects) -> None:
     given = any(isinstance(each, Model) and each.adapter is not None for each in user_objects.modules)
     if STRATEGIES[config.strategy].adapters and config.adapter == "none" and not given:
         raise UserError(f"strategy {config.strategy} trains adapters: set adapter=lora")
-    defaults = Config()
-    for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_head", "lora_dropout", "lora_rslora"):
-        if config.adapter == "none" and getattr(config, name) != getattr(defaults, name):
-            raise UserError(f"{name}={getattr(config, name)} needs adapter=lora")
+    for setting, value in settings.values_of(config):
+        if setting.info.needs == ("adapter",) and config.adapter == "none" and value != setting.default:
+            raise UserError(f"{setting.name}={value} needs adapter=lora")
 
 
 def _check_channel(config: Config) -> None:

@@ -214,7 +214,7 @@ class RunLoop:
         with interrupts.stop_signals() as signals, contextlib.ExitStack() as cleanup:
             interrupts.check()
             for experiment in self.experiments:
-                cleanup.callback(experiment.close)
+                cleanup.callback(experiment.logs.close)
             progress, done = self._start()
             self._finish(progress, done)  # experiments that had ended before
             shown = config.progress and first.processes.writes and self.alive
@@ -231,9 +231,9 @@ class RunLoop:
                 rounds_per_call = max(1, int(SECONDS_PER_CALL * (done - before) / max(seconds, 1e-6)))
                 self._record(progress, report, done, seconds, stop=stop > 0)
                 at_work = time.perf_counter() - started - (program.compile_seconds() - compiled)
-                bar.update(
-                    done, seconds=at_work, images_per_second=self._images_per_second(), row=first.folder.last_row()
-                )
+                images = sum(each.images for each in self.experiments)
+                trained = sum(each.train_seconds for each in self.experiments)
+                bar.update(done, seconds=at_work, images_per_second=images / trained, row=first.folder.last_row())
                 self._finish(progress, done)
                 if stop and self.alive:
                     self._draw(self.alive)
@@ -305,14 +305,8 @@ class RunLoop:
     def _finish(self, progress: Progress, done: int) -> None:
         """Finish the experiments that have ended."""
         for number in self.alive:
-            if self.experiments[number].has_ended(done):
+            if self.experiments[number].ended_by(done):
                 self.ended[number] = self.experiments[number].finish(self._part(progress, number), done)
-
-    def _images_per_second(self) -> float:
-        images, seconds = (
-            sum(getattr(each, name) for each in self.experiments) for name in ("images", "train_seconds")
-        )
-        return images / seconds
 
 
 def interrupted(experiment: Experiment, words: str, number: int) -> Interrupted:

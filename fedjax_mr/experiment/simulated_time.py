@@ -11,7 +11,7 @@ import numpy as np
 
 from fedjax_mr import trees
 from fedjax_mr.channel.base import payload_shapes, upload_shapes
-from fedjax_mr.clock import Cohorts, Events, Schedule, choice, fleet, simulate, synchronous
+from fedjax_mr.clock import Cohorts, Events, choice, fleet, simulate, synchronous
 from fedjax_mr.clock.asynchronous import STALENESS, Keys
 from fedjax_mr.clock.deadline import asked
 from fedjax_mr.clock.fleet import Seconds
@@ -178,12 +178,9 @@ def clock_of(
     if events.schedule is None:
         assert events.cohorts is not None
         return events.cohorts, events.cohorts.clients.shape[1]
-    return _asynchrony(config, events.schedule), events.schedule.train_clients.shape[1]
-
-
-def _asynchrony(config: Config, schedule: Schedule) -> Asynchrony:
     settings = for_programs(settings_of_row(config, config.staleness, STALENESS[config.staleness].settings))
-    return Asynchrony(schedule, _keys_of_versions(config), settings, config.staleness)
+    clients = Asynchrony(events.schedule, _keys_of_versions(config), settings, config.staleness)
+    return clients, events.schedule.train_clients.shape[1]
 
 
 def _online(config: Config, federated: FederatedData, model: Model) -> Online:

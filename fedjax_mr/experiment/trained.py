@@ -185,9 +185,8 @@ class TrainedNetwork:
                 write(self.model.module, variables, folder)
                 return folder
             save_arrays(folder / VARIABLES, variables)
-            written = [path for path in sorted((folder / VARIABLES).rglob("*")) if path.is_file()]
-            checksums = {str(path.relative_to(folder)): manifest.crc(path) for path in written}
-            for name, text in (texts | {manifest.MANIFEST: manifest.text_of(checksums)}).items():
+            texts[manifest.MANIFEST] = manifest.text_of(manifest.checksums(folder))  # of the variables alone
+            for name, text in texts.items():
                 with files.atomic_write(folder / name) as path:
                     path.write_text(text, encoding="utf-8")
         except OSError as error:

@@ -31,6 +31,11 @@ def text_of(files: Mapping[str, int], **content: Any) -> str:
     return json.dumps({"content": content, "checksum": _crc_of(content)})
 
 
+def checksums(folder: Path) -> dict[str, int]:
+    """The checksums of all files in a folder and below it, by name."""
+    return {str(path.relative_to(folder)): crc(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 def read(folder: Path, schema: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read the content of a folder's manifest.
 

@@ -71,12 +71,6 @@ def _possible(rows: list[Any], path: Path) -> list[MetricsRow]:
     return rows
 
 
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json``."""
-    with files.atomic_write(folder / "summary.json") as path:
-        path.write_text(json.dumps(plain_numbers(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def read_summary(folder: Path | str) -> dict[str, Any]:
     """Read the summary of a finished run.
 

@@ -67,8 +67,8 @@ def page(topic: str, width: int | None = None) -> str:
         return short_page(width) if not topic else all_flags(width)
     topic = topic.lstrip("-")
     kinds: dict[Callable[[str, int], str], Collection[str]] = {
-        _strategy: STRATEGIES, _data_set: SOURCES, _network: MODELS, _partition: PARTITIONS,
-        **{functools.partial(_row, flag): rows for flag, rows in ROWS.items() if flag not in ("dataset", "partition")},
+        _strategy: STRATEGIES, _data_set: SOURCES, _network: MODELS,
+        **{functools.partial(_row, flag): rows for flag, rows in ROWS.items() if flag != "dataset"},
         _flag: _flags(),
     }  # fmt: skip
     pages = [write(topic, settings.help_width(width)) for write, names in kinds.items() if topic in names]
@@ -199,17 +199,12 @@ def _network(name: str, width: int) -> str:
     return _page(f"--model={name}", _sentence(_plain(entry.network)), facts, width, flags)
 
 
-def _partition(name: str, width: int) -> str:
-    row = PARTITIONS[name]
-    flags = [*_flags_of_row(name, row.settings), "clients", "partition_seed"]
-    return _page(f"--partition={name}", _sentence(row.divide), {"file": _file(row.divide)}, width, flags)
-
-
 def _row(flag: str, name: str, width: int) -> str:
     row, rows = ROWS[flag][name], ROWS[flag]
     title = f"link {name}" if flag == "links" and rows.is_ours(name) else f"--{flag}={name}"
     sentence = _sentence(row[0]) or _sentence(row.settings)
-    return _page(title, sentence, {"file": _file(row[0])}, width, _flags_of_row(name, row.settings))
+    flags = [*_flags_of_row(name, row.settings), *(("clients", "partition_seed") if flag == "partition" else ())]
+    return _page(title, sentence, {"file": _file(row[0])}, width, flags)
 
 
 def _flags_of_row(name: str, owner: type | None) -> list[str]:
