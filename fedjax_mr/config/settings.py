@@ -306,7 +306,8 @@ def values_of_flag(arguments: Sequence[str], flag: str) -> list[str]:
     Raises:
       UserError: a missing flag file, or the flag has no value.
     """
-    values, parser = _FlagValues(), _Parser(str, optional=True, repeated=True)
+    values = _FlagValues()
+    parser: Any = _Parser(str, optional=True, repeated=True)
     values.set_gnu_getopt()  # read on after the value of an unknown flag
     flags.DEFINE_multi(parser, flags.ArgumentSerializer(), flag, [], "", flag_values=values)
     with _errors_in_one_line():
@@ -380,7 +381,8 @@ class _Parser(flags.ArgumentParser):
 @functools.lru_cache(maxsize=8)  # a sweep reads the flags of hundreds of runs
 def _defined(settings: tuple[Setting, ...]) -> _FlagValues:
     """The flags of some settings. Every command line is read into the same ones."""
-    values, serializer = _FlagValues(), flags.ArgumentSerializer()
+    values = _FlagValues()
+    serializer: Any = flags.ArgumentSerializer()
     for setting in settings:
         name, default, text = setting.flag, setting.default, setting.info.help
         parser: Any = _Parser(setting.kind, setting.optional, setting.repeated)

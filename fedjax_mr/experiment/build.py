@@ -153,17 +153,3 @@ def _architectures(config: Config, federated: FederatedData) -> np.ndarray:
         return architectures(config.architectures, len(config.networks), federated.num_clients, seed=config.seed)
     division = federated.hash()
     return best_networks(config.architectures_from, config.networks, federated.num_clients, division=division)
-
-
-def argument_flags(config: Config) -> set[str]:
-    """The flags whose values are arguments of the compiled programs: seed, partition and numbers.
-
-    With other shapes of the arguments, such as another number of clients, a program is compiled anew.
-    """
-    return {each.flag for each, _ in configuration.setting_values(config) if each.compiled == "argument"}
-
-
-def number_flags(config: Config) -> set[str]:
-    """The flags of the numbers of the method and of the optimizers."""
-    settings = (each for each, _ in configuration.setting_values(config))
-    return {each.flag for each in settings if each.is_number and each.info.group != "Partition"}

@@ -374,9 +374,8 @@ class Experiment:
         if self.config.eval_each and self.rounds.keeps_models:
             tested = self.evaluation.each(self.rounds.kept_models(progress)) if individual is None else tested
             values = tested.metrics[task.primary.name]
-            for number, pair in enumerate(zip(values, tested.loss, strict=True)):
-                names = (f"model_{number}_{task.primary.name}", f"model_{number}_loss")
-                extra |= dict(zip(names, pair, strict=True))
+            for number, (value, its_loss) in enumerate(zip(values, tested.loss, strict=True)):
+                extra |= {f"model_{number}_{task.primary.name}": value, f"model_{number}_loss": its_loss}
         if variables is not None and self.attacked is not None:
             attacked = self.attacked(progress, self.config.attack_target)
             extra["attacked_accuracy"] = attacked.accuracy

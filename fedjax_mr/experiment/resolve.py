@@ -84,7 +84,7 @@ def resolve(config: Config, *, dataset: Dataset | None = None, model: Any = None
         imports=imports.recorded(config.imports, _rows_used(config)),
     )
     _check_together(completed, user_objects)
-    return Resolved(completed, user_objects, (*_filled_in(config, completed), *_without_effect(completed)))
+    return Resolved(completed, user_objects, tuple(_notes(config, completed)))
 
 
 def _hyper(config: Config) -> Any:
@@ -283,18 +283,18 @@ def _is_path(name: str) -> bool:
 # --- Notes -----------------------------------------------------------------------------------------------------------
 
 
-def _filled_in(config: Config, completed: Config) -> Iterator[str]:
-    """Yield one line for each setting that was filled in and takes samples from the clients."""
-    if config.public_share != completed.public_share:
-        share = f"{completed.public_share:g} of the training samples (--public_share={completed.public_share:g})"
-        yield f"{completed.strategy} needs public data: {share}, which no client has"
-
-
-def _without_effect(config: Config) -> Iterator[str]:
-    """Yield one line for each group of settings without effect.
+def _notes(written: Config, config: Config) -> Iterator[str]:
+    """Yield one line for a share of samples that was filled in, and for each group of settings without effect.
 
     Such settings are allowed: methods that are compared share their data, including the settings of the public set.
+
+    Args:
+      written: the configuration as the user wrote it.
+      config: the complete one.
     """
+    if written.public_share != config.public_share:
+        share = f"{config.public_share:g} of the training samples (--public_share={config.public_share:g})"
+        yield f"{config.strategy} needs public data: {share}, which no client has"
     public = "--public_share, --public_max, --public_labels and --public_from"
     if STRATEGIES[config.strategy].group == "asynchronous" and config.mode == "sync":
         yield f"{config.strategy} is for asynchronous clients (--mode=async): in synchronous rounds no upload is stale"

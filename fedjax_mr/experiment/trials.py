@@ -16,12 +16,13 @@ from fedjax_mr.engine.round import Progress, Report
 from fedjax_mr.engine.rounds import TrialRounds
 from fedjax_mr.errors import DivergedError, UserError, usual_arithmetic
 from fedjax_mr.experiment import guarantee
-from fedjax_mr.experiment.build import argument_flags, number_flags
 from fedjax_mr.experiment.experiment import Experiment, Result
 from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.processes import ALONE
 from fedjax_mr.experiment.resolve import resolve
 from fedjax_mr.experiment.run import RunLoop, set_up
+
+ABSENT = "absent"  # of a number that is zero or not set, so the program has no place for it
 
 
 def run_together(
@@ -84,22 +85,36 @@ def run_together(
 
 def other_differences(first: Config, second: Config) -> str:
     """The differences of two configurations that keep them from training in one program, in words; "" if none."""
-    ours, theirs = json.loads(kind(first)), json.loads(kind(second))
+    ours, theirs = _in_common(first), _in_common(second)
     flags = [flag for flag in dict.fromkeys((*ours, *theirs)) if ours.get(flag) != theirs.get(flag)]
-    optional = number_flags(first)
     return "; ".join(
         f"{flag} must be zero or absent in all of them or in none"
-        if flag in optional
+        if ABSENT in (ours.get(flag), theirs.get(flag))
         else f"{flag} is {ours.get(flag)} and {theirs.get(flag)}"
         for flag in flags
     )
 
 
 def kind(config: Config) -> str:
-    """All settings that must be equal in the trials of one program, and which optional numbers are absent."""
-    settings, arguments = configuration.decisive(config), argument_flags(config)
-    absent = {flag: "absent" for flag in sorted(number_flags(config)) if settings.get(flag) in (None, 0)}
-    return json.dumps({flag: value for flag, value in settings.items() if flag not in arguments} | absent)
+    """All settings that must be equal in the trials of one program, as a text."""
+    return json.dumps(_in_common(config))
+
+
+def _in_common(config: Config) -> dict[str, Any]:
+    """The settings of a trial that are no arguments of its program, by flag, and the optional numbers that are absent.
+
+    Seed, partition and numbers are arguments. With other shapes of them, such as another number of clients, a program
+    is compiled anew.
+    """
+    decisive, common = configuration.decisive(config), {}
+    for setting, _ in configuration.setting_values(config):
+        value = decisive.get(setting.flag)
+        if setting.is_number and setting.info.group != "Partition":
+            if value in (None, 0):
+                common[setting.flag] = ABSENT
+        elif setting.flag in decisive and setting.compiled != "argument":
+            common[setting.flag] = value
+    return common
 
 
 class Trials(RunLoop):

@@ -90,12 +90,8 @@ def short_page(width: int | None = None) -> str:
     lines += textwrap.wrap("Train a federation in one XLA program. Without flags: FedMR on the embedded digits.", width)
     lines += ["", "Commands (python -m fedjax_mr.NAME --help)"]
     lines += [f"  {name.ljust(10)}{line}" for name, line in COMMANDS.items()]
-    groups: dict[str, list[Setting]] = {}
-    for setting in settings.settings_of(Config):
-        if setting.info.short:
-            groups.setdefault(setting.info.group, []).append(setting)
     for group in GROUPS:
-        lines += ["", group, *(_one_line(setting, width) for setting in groups.get(group, ()))]
+        lines += ["", group, *(_one_line(setting, width) for setting in _of_group(group) if setting.info.short)]
     lines += [
         "",
         "More",
@@ -136,9 +132,7 @@ def _listed(kind: str, names: Iterable[str], width: int) -> list[str]:
 def all_flags(width: int | None = None) -> str:
     """Every flag by group, with unit, range, default and its source."""
     width = settings.help_width(width)
-    groups: dict[str, list[Setting]] = {name: [] for name in GROUPS}
-    for setting in settings.settings_of(Config):
-        groups[setting.info.group].append(setting)
+    groups = {name: _of_group(name) for name in GROUPS}
     for name, row in STRATEGIES.items():
         if hyper := list(settings.settings_of(row.hyper, f"{name}_")):
             groups[f"Strategy {name} ({row.paper})"] = hyper
@@ -153,6 +147,10 @@ def all_flags(width: int | None = None) -> str:
     for title, group in groups.items():
         lines += ["", title, *(line for setting in group for line in setting.help(width))]
     return "\n".join(lines)
+
+
+def _of_group(group: str) -> list[Setting]:
+    return [setting for setting in settings.settings_of(Config) if setting.info.group == group]
 
 
 def _flags() -> dict[str, Setting]:
