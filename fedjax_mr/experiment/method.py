@@ -106,16 +106,14 @@ def chosen(config: Config, *, secret: np.ndarray | None = None) -> Chosen:
 
 def build_chosen(chosen: Chosen, problem: Problem) -> Strategy:
     """The strategy with its server optimizer, its channel, and its late or asynchronous clients, if it has them."""
-    clock = chosen.clock
-    if isinstance(clock, Cohorts):
-        return with_late_clients(build_chosen(dataclasses.replace(chosen, clock=None), problem), problem, clock)
-    if isinstance(clock, Online):
-        inner = functools.partial(build_chosen, dataclasses.replace(chosen, clock=None))
-        return online(inner, problem, clock.seconds, clock.keys)
-    if clock is not None:
-        weight = STALENESS[clock.staleness].build(clock.settings)
-        inner = functools.partial(build_chosen, dataclasses.replace(chosen, clock=None))
-        return asynchronous(inner, problem, clock.schedule, clock.keys, weight=weight)
+    inner = functools.partial(build_chosen, dataclasses.replace(chosen, clock=None))
+    match chosen.clock:
+        case Cohorts() as cohorts:
+            return with_late_clients(inner(problem), problem, cohorts)
+        case Online(seconds, keys):
+            return online(inner, problem, seconds, keys)
+        case Asynchrony(schedule, keys, settings, staleness):
+            return asynchronous(inner, problem, schedule, keys, weight=STALENESS[staleness].build(settings))
     strategy, server = STRATEGIES[chosen.strategy].build(chosen.hyper, problem), chosen.server
     if chosen.keep_optimizer:
         strategy = keep_optimizer(strategy, problem)

@@ -212,6 +212,7 @@ class TrainedNetwork:
         """The content of the files beside the variables, by name."""
         module, arguments = self._in_evaluation_mode()
         of_nnx, samples = isinstance(module, NNXModule), self.samples
+        tokens = samples.vocabulary > 0
         kind = module.kind if of_nnx else type(module)
         scale, shift = scale_and_shift(samples.mean, samples.std, samples.dtype)
         fields = {
@@ -251,13 +252,18 @@ class TrainedNetwork:
             "FORMULA": samples.learned.formula,
             "JAX": "import jax\n" * ("jax." in samples.learned.formula),
             "TASK": 'task = network["data"]["task"]\n' * ("task[" in samples.learned.formula),
+            "IMPORT_NNX": "from flax import nnx\n" * of_nnx,
+            "FILL": FILL * of_nnx,
+            "NORMALISED": NORMALISED * (not tokens),
+            "CALL": "module(" if of_nnx else "module.apply(variables, ",
+            "INPUT": "x" if tokens else "normalised",
             "CALIBRATION": (f" / {self.temperature:.6g}" * (self.temperature != 1))
             + (f" - np.log({self.weights})" * bool(self.weights)),
         }
         fill = lambda text: functools.reduce(lambda text, word: text.replace(f"@{word}@", words[word]), words, text)
         return {
             NETWORK: json.dumps(content, indent=2) + "\n",
-            "example.py": fill(_example(of_nnx=of_nnx, tokens=samples.vocabulary > 0)),
+            "example.py": fill(EXAMPLE),
             "README.md": fill(README),
         }
 
@@ -287,35 +293,23 @@ from pathlib import Path
 
 @JAX@import numpy as np
 import orbax.checkpoint
-
+@IMPORT_NNX@
 from @PLACE@ import @CLASS@  # @NOTE@
 
 folder = Path(__file__).resolve().parent
 network = json.loads((folder / "network.json").read_text())
 variables = orbax.checkpoint.StandardCheckpointer().restore(folder / "variables")
 module = @CLASS@(@ARGUMENTS@)@OPEN@
-
+@FILL@
 # Raw samples as the source has them, [n, @SHAPE@]: @KIND@.
 x = np.load(sys.argv[1]) if len(sys.argv) > 1 else np.zeros((1, *network["input_shape"]), network["input_dtype"])
-normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(network["shift"])
-outputs = np.asarray(module.apply(variables, normalised@CALLED@))@CALIBRATION@
+@NORMALISED@outputs = np.asarray(@CALL@@INPUT@@CALLED@))@CALIBRATION@
 @TASK@predictions = @FORMULA@
 print(json.dumps(np.asarray(predictions).tolist()))
 '''
 
 
-def _example(*, of_nnx: bool, tokens: bool) -> str:
-    """The example's text, for modules of Linen or NNX, and for numbers or tokens."""
-    text = EXAMPLE
-    if of_nnx:
-        text = text.replace("import orbax.checkpoint\n", "import orbax.checkpoint\nfrom flax import nnx\n")
-        text = text.replace("@OPEN@\n", "@OPEN@\n" + FILL).replace("module.apply(variables, ", "module(")
-    if tokens:
-        text = text.replace(
-            'normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(network["shift"])\n', ""
-        ).replace("normalised", "x")
-    return text
-
+NORMALISED = 'normalised = x.astype(np.float32) * np.float32(network["scale"]) + np.float32(network["shift"])\n'
 
 FILL = """module.eval()
 for path, variable in nnx.iter_graph(module):
