@@ -59,15 +59,13 @@ def run_together(
     set_up_jax(devices=first.devices, cohort_size=cohort_size)
     axis = client_axis(devices=first.devices, lanes=first.lanes, cohort_size=cohort_size)
     with contextlib.ExitStack() as cleanup, usual_arithmetic():
-        divided = [federated_data(config, dataset=user_objects.dataset) for config in configs]
-        built = [user_objects.build(config, federated) for config, federated in zip(configs, divided, strict=True)]
-        built = [
-            (guarantee.complete(config, federated, network)[0], network)
-            for (config, network), federated in zip(built, divided, strict=True)
-        ]
+        built = []
+        for config in configs:
+            federated = federated_data(config, dataset=user_objects.dataset)
+            config, network = user_objects.build(config, federated)
+            built.append((guarantee.complete(config, federated, network)[0], federated, network))
         experiments = [
-            set_up(config, federated, network, ALONE, cleanup, notes=each.notes)
-            for each, federated, (config, network) in zip(resolved, divided, built, strict=True)
+            set_up(*parts, ALONE, cleanup, notes=each.notes) for each, parts in zip(resolved, built, strict=True)
         ]
         if experiments[0].rounds.on_host:
             raise UserError("trials in one program need the clients' samples and memories on the devices")
