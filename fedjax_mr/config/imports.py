@@ -187,7 +187,7 @@ def _load(value: str) -> None:
     if wanted:
         file = Path(name) if is_path else _file_of_module(name)
         _require_hash(source, wanted, "none" if file is None else _hash(file))  # before it runs
-    _IMPORTED[name] = _register(source, name, is_path=is_path)
+    _register(source)
 
 
 def _place_of(value: str, copies: Path) -> tuple[str, Path] | None:
@@ -245,20 +245,21 @@ def _load_entry_points() -> None:
         if entry.module in _IMPORTED:
             continue
         try:
-            _IMPORTED[entry.module] = _register(entry.module, entry.module, is_path=False)
+            _register(entry.module)
         except UserError as error:
             package = entry.dist.name if entry.dist else entry.value
             print(f"fedjax-mr: the installed package {package} is ignored: {error}", file=sys.stderr)
 
 
-def _register(source: str, name: str, *, is_path: bool) -> Imported:
+def _register(source: str) -> None:
     """Import a file or module; after an error the registries are unchanged."""
+    name = _key(source)
     before = {registry.kind: dict(registry) for registry in REGISTRIES}
     modules = set(sys.modules)
     claimed = _OURS.union(*(each.names for each in _IMPORTED.values()))
     try:
         with _guarded():
-            module = _import_file(Path(name)) if is_path else _import_module(name)
+            module = _import_file(Path(name)) if _is_path(source) else _import_module(name)
         names = _new_names(source, claimed, before)
     except BaseException:
         for registry in REGISTRIES:
@@ -270,7 +271,7 @@ def _register(source: str, name: str, *, is_path: bool) -> Imported:
         raise
     file = Path(str(module.__file__))
     code = file.read_bytes() if file.name != "__init__.py" else None
-    return Imported(name, file, code, _hash(file), frozenset(names))
+    _IMPORTED[name] = Imported(name, file, code, _hash(file), frozenset(names))
 
 
 @contextlib.contextmanager
