@@ -32,13 +32,7 @@ from fedjax_mr.engine.simulator import Simulator, normalised
 from fedjax_mr.errors import DivergedError, UserError
 from fedjax_mr.experiment import guarantee
 from fedjax_mr.experiment.checkpoint import Checkpoints, frozen_digest
-from fedjax_mr.experiment.folder import (
-    MetricsRow,
-    RunFolder,
-    read_rows,
-    read_summary,
-    require_same_data,
-)
+from fedjax_mr.experiment.folder import MetricsRow, RunFolder, read_rows, read_summary, require_same_data
 from fedjax_mr.experiment.logs import Logs, OnRow
 from fedjax_mr.experiment.processes import ALONE, Processes
 from fedjax_mr.experiment.report import reaches, summarise

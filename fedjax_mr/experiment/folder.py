@@ -26,14 +26,7 @@ from fedjax_mr.experiment.checkpoint import Checkpoints
 from fedjax_mr.results import kept, manifest
 from fedjax_mr.results.locks import lock
 from fedjax_mr.results.manifest import MANIFEST, REMEDY
-from fedjax_mr.results.rows import (
-    COLUMNS,
-    MetricsRow,
-    csv_writer,
-    line_of,
-    plain_numbers,
-    read_rows,
-)
+from fedjax_mr.results.rows import COLUMNS, MetricsRow, csv_writer, line_of, plain_numbers, read_rows
 from fedjax_mr.results.rows import read_summary as read_summary
 
 RUNS = "runs"  # parent folder of runs without --run_dir
