@@ -41,7 +41,8 @@ from fedjax_mr.models import Model, Variables
 from fedjax_mr.results.rows import best_row, without_better_loss
 
 SECONDS_PER_CHECKPOINT = 2.0  # of training; writing a checkpoint takes 0.03 seconds and more
-_META = ("data", "images", "traffic", "train_seconds", "seconds", "compile_seconds")  # what resuming needs
+# The entries that every version has written into its checkpoints. `traffic` and `rows` were added later.
+_META = ("data", "images", "train_seconds", "seconds", "compile_seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,14 +174,16 @@ class Experiment:
         restore = functools.partial(self.checkpoints.restore_run, template, round, model=self.model)
         progress, meta = self.processes.together(restore)
         if missing := [name for name in _META if name not in meta]:
-            raise UserError(
-                f"the checkpoint of round {round} in {self.folder.path} has no {', '.join(missing)}: resume it with "
-                "the version that wrote it, or start again with --overwrite"
-            )
+            raise UserError(f"the checkpoint of round {round} in {self.folder.path} has no {', '.join(missing)}")
         self.processes.together(lambda: require_same_data(self.folder.path, meta, self.federated))
         self.processes.on_first(lambda: self._require_same_numbers(meta))
         self.images, self.train_seconds, self.seconds = meta["images"], meta["train_seconds"], meta["seconds"]
         self.saved_at = self.train_seconds
+        if "traffic" not in meta:
+            raise UserError(
+                f"{self.folder.path} comes from a version whose checkpoints contain no traffic: resume it with that "
+                "version, or start again with --overwrite"
+            )
         self.traffic = tuple(meta["traffic"])
         self.compile_seconds_before = meta["compile_seconds"]
         done = int(progress.round)
