@@ -312,7 +312,7 @@ def values_of_flag(arguments: Sequence[str], flag: str) -> list[str]:
     flags.DEFINE_multi(parser, flags.ArgumentSerializer(), flag, [], "", flag_values=values)
     with _errors_in_one_line():
         values(["fedjax-mr", *arguments], known_only=True)
-    return list(_after_none(values[flag].value))
+    return list(_after_none(values[flag].value or []))
 
 
 @contextlib.contextmanager

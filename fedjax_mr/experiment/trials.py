@@ -65,7 +65,8 @@ def run_together(
             config, network = user_objects.build(config, federated)
             built.append((guarantee.complete(config, federated, network)[0], federated, network))
         experiments = [
-            set_up(*parts, ALONE, cleanup, notes=each.notes) for each, parts in zip(resolved, built, strict=True)
+            set_up(config, federated, network, ALONE, cleanup, notes=each.notes)
+            for each, (config, federated, network) in zip(resolved, built, strict=True)
         ]
         if experiments[0].rounds.on_host:
             raise UserError("trials in one program need the clients' samples and memories on the devices")
