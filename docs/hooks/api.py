@@ -88,7 +88,7 @@ PARTS = {
             "Runs, groups of runs and tables, for your own statistics.",
             [
                 "fedjax_mr.analysis.frames",
-                "fedjax_mr.analysis.axes",
+                "fedjax_mr.analysis.learning.plot_curves",
                 "fedjax_mr.analysis.runs",
                 "fedjax_mr.analysis.groups",
             ],

@@ -12,7 +12,7 @@ import argparse
 
 from fedjax_mr import plots
 from fedjax_mr.analysis import groups, runs
-from fedjax_mr.analysis.learning import curves, label_of, possible
+from fedjax_mr.analysis.learning import curves
 from fedjax_mr.errors import UserError
 
 
@@ -52,7 +52,6 @@ def main(arguments: argparse.Namespace) -> None:
             raise UserError(f"--best={arguments.best}: no run is finished, so no value is the best")
     column: str = arguments.column or chosen[0].metric().name
     drawn = curves(chosen, column=column, panels=arguments.panels, x=arguments.x)
-    column = column.partition(",")[0]
     design = plots.Design(
         width=arguments.width,
         height=arguments.height,
@@ -61,10 +60,10 @@ def main(arguments: argparse.Namespace) -> None:
         style=arguments.style,
     )
     with runs.output_folder(arguments.out, chosen) as folder:
-        path = folder / f"{column}.{arguments.format}"
+        path = folder / f"{column.partition(',')[0]}.{arguments.format}"
         plots.lines(
-            drawn.panels, path, x_label=drawn.x_label, y_label=arguments.y_label or label_of(column),
-            methods=drawn.methods, crosses=drawn.crosses, possible=possible(column), design=design,
+            drawn.panels, path, x_label=drawn.x_label, y_label=arguments.y_label or drawn.y_label,
+            methods=drawn.methods, crosses=drawn.crosses, possible=drawn.possible, design=design,
         )  # fmt: skip
     print(f"drawn in {path}")
 

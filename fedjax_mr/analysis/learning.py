@@ -1,8 +1,9 @@
-"""Learning curves of runs as numbers: the mean over the seeds by panel and name, for the pictures."""
+"""Learning curves of runs: the mean over the seeds by panel and name, as numbers and in Matplotlib axes."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,18 +24,59 @@ Line = tuple[Sequence[float], ...]  # x, y and, with several seeds, the standard
 CROSS = "\N{MULTIPLICATION SIGN}"  # as drawn where a seed diverged
 
 
-def label_of(column: str) -> str:
-    """A column in words, with its unit."""
-    return LABELS.get(column) or (f"test {METRICS[column].title}" if column in METRICS else column.replace("_", " "))
-
-
 class Curves(NamedTuple):
-    """Curves by panel and name, the method of each name, and crosses at the last evaluations of diverged seeds."""
+    """Curves by panel and name.
+
+    Attributes:
+      panels: the curves.
+      methods: method of each name.
+      crosses: points at the last evaluations of diverged seeds, by panel and name.
+      x_label, y_label: the quantities, with their units.
+      possible: lowest and highest possible value of y. Bands end there.
+    """
 
     panels: Mapping[str, plots.Series]
     methods: Mapping[str, str]
     crosses: Mapping[str, plots.Series]
     x_label: str
+    y_label: str
+    possible: tuple[float, float]
+
+
+def plot_curves(
+    paths: Path | str | Iterable[Path | str],
+    *,
+    column: str | None = None,
+    x: str = "rounds",
+    colours: Mapping[str, str] | None = None,
+    ax: Any = None,
+) -> Any:
+    """Draw learning curves: the mean over the seeds with a band of one standard deviation.
+
+    Args:
+      paths: a run folder, a table of kept runs or a folder that holds some, or several of these.
+      column: column of the evaluations. Default: the first metric, such as the accuracy.
+      x: ``rounds``, ``clock`` (simulated time) or ``bytes``.
+      colours: colours by method or by name of the curve. Default: those of the methods.
+      ax: Matplotlib axes. Default: those of a new figure of pyplot.
+
+    Returns:
+      The axes, with a legend. They can be changed as any other axes.
+
+    Raises:
+      UserError: a path holds no run, or a run has no such column or x.
+    """
+    if x not in plots.X_UNITS:
+        raise UserError(f"x={x} is none of {', '.join(plots.X_UNITS)}")
+    chosen = groups.find([paths] if isinstance(paths, Path | str) else paths)
+    drawn = curves(chosen, column=column or chosen[0].metric().name, x=x)
+    (series,) = drawn.panels.values()
+    axis = plots.new_axes() if ax is None else ax
+    names = plots.coloured(plots.looks(series, drawn.methods), drawn.methods, plots.Design(colours=colours or {}))
+    artists = plots.draw(axis, series, names, possible=drawn.possible, styled=True)
+    axis.set(xlabel=drawn.x_label, ylabel=drawn.y_label)
+    axis.legend(artists.values(), artists)
+    return axis
 
 
 def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = None, x: str = "rounds") -> Curves:
@@ -53,15 +95,17 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
     Raises:
       UserError: a run has no such column, flag or x, or a run that has not diverged has no evaluation.
     """
+    columns, flags = column.split(","), panels.split(",") if panels else []
     by_panel: dict[str, list[RunRecord]] = {}
-    for run in sorted(chosen, key=lambda run: _place(run, panels)):
-        by_panel.setdefault(_panel(run, panels), []).append(run)
+    for run in sorted(chosen, key=lambda run: _place(run, flags)):
+        by_panel.setdefault(_panel(run, flags), []).append(run)
     found: list[_Curve] = []
     for panel, in_panel in by_panel.items():
         settings = groups.by_setting(in_panel)
         for title, (_, members) in zip(groups.titles_of(settings), settings, strict=True):
-            for each in _own(members, column):
-                found.append(_curve(panel, _line_name(title, each, column), members, each, x))
+            for each in columns if len(columns) == 1 else _shared(members, columns):
+                name = title if each == columns[0] else f"{title}, {each.replace('_', ' ')}"
+                found.append(_curve(panel, name, members, each, x))
     unit, x_label = plots.unit_of(x, max((at for curve in found for at in curve.line[0]), default=0))
     lines: dict[str, dict[str, Line]] = {panel: {} for panel in by_panel}
     crosses: dict[str, dict[str, Line]] = {panel: {} for panel in by_panel}
@@ -71,7 +115,17 @@ def curves(chosen: Sequence[RunRecord], *, column: str, panels: str | None = Non
         methods[name] = curve.method
         lines[curve.panel][name] = _in_units(curve.line, unit)
         crosses[curve.panel][name] = _in_units(curve.crosses, unit)
-    return Curves(lines, methods, crosses, x_label)
+    return Curves(lines, methods, crosses, x_label, _label(columns[0]), _possible(columns[0]))
+
+
+def _label(column: str) -> str:
+    """A column in words, with its unit."""
+    return LABELS.get(column) or (f"test {METRICS[column].title}" if column in METRICS else column.replace("_", " "))
+
+
+def _possible(column: str) -> tuple[float, float]:
+    fraction = "accuracy" in column or (column in METRICS and METRICS[column].unit == "fraction")
+    return (0.0, 1.0) if fraction else (0.0, math.inf) if "loss" in column else (-math.inf, math.inf)
 
 
 def _in_units(line: Line, unit: float) -> Line:
@@ -79,35 +133,25 @@ def _in_units(line: Line, unit: float) -> Line:
     return line if unit == 1 else (np.divide(line[0], unit).tolist(), *line[1:])
 
 
-def _own(members: Sequence[RunRecord], column: str) -> list[str]:
-    """The columns to draw of these runs. Of several, those that all of them have, such as the number of each model."""
-    columns = column.split(",")
-    if len(columns) == 1:
-        return columns
+def _shared(members: Sequence[RunRecord], columns: Sequence[str]) -> list[str]:
+    """The columns that all of these runs have, such as those of single models."""
     rows = [row for run in members for row in run.rows_so_far()[:1]]
-    return [each for each in columns if all(each in row for row in rows)]
+    return [column for column in columns if all(column in row for row in rows)]
 
 
-def _line_name(name: str, column: str, columns: str) -> str:
-    """The name of a line, with its column unless it is the first of several."""
-    return name if column == columns.partition(",")[0] else f"{name}, {column.replace('_', ' ')}"
-
-
-def _place(run: RunRecord, flags: str | None) -> list[tuple]:
+def _place(run: RunRecord, flags: Sequence[str]) -> list[tuple]:
     """The sort key of a run's panel: numbers by size, then words."""
     facts = titles.facts(run.config)
-    values = [facts.get(name) for name in (flags.split(",") if flags else [])]
+    values = [facts.get(flag) for flag in flags]
     return [(0, value) if isinstance(value, int | float) else (1, str(value)) for value in values]
 
 
-def _panel(run: RunRecord, flags: str | None) -> str:
+def _panel(run: RunRecord, flags: Sequence[str]) -> str:
     """The title of the panel of a run."""
-    names = flags.split(",") if flags else []
     known = [flag for flag in configuration.flag_names([run.config.strategy]) if flag not in titles.SEEDS]
-    for name in names:
-        if name not in known:
-            raise unknown_name("flag in --panels", name, known)
-    return ", ".join(titles.words(names, titles.facts(run.config)))
+    if unknown := [flag for flag in flags if flag not in known]:
+        raise unknown_name("flag in --panels", unknown[0], known)
+    return ", ".join(titles.words(flags, titles.facts(run.config)))
 
 
 class _Curve(NamedTuple):
@@ -168,12 +212,6 @@ def _name(name: str, own: Sequence[_Curve]) -> str:
     if diverged := sum(each.diverged for each in own):
         counts.append(f"{CROSS} {diverged} diverged")
     return f"{name} ({'; '.join(counts)})"
-
-
-def possible(column: str) -> tuple[float, float]:
-    """The lowest and highest possible value of a column. Bands end there."""
-    fraction = "accuracy" in column or (column in METRICS and METRICS[column].unit == "fraction")
-    return (0.0, 1.0) if fraction else (0.0, math.inf) if "loss" in column else (-math.inf, math.inf)
 
 
 def _value(run: RunRecord, row: dict, column: str) -> float:
