@@ -25,7 +25,7 @@ def cells(choices: Sequence[Choice], *, over: Sequence[str]) -> list[list[str]]:
     for name, (_, candidates, best) in zip(names, choices, strict=True):
         values = [_value(flag, candidates, best) for flag in over]
         results = [tables.shown(_result(best, column), best.metric) if best else "" for column in heads.values()]
-        trials = str(best.count("finished")) if best else ""
+        trials = str(len(best.finished())) if best else ""
         rows.append([name, *values, *results, trials, _count(candidates)])
     return tables.filled([["setting", *over, *heads, "seeds", "tried"], *rows])
 
@@ -46,13 +46,9 @@ def _value(flag: str, candidates: Sequence[Candidate], best: Candidate | None) -
 
 
 def _count(candidates: Sequence[Candidate]) -> str:
-    diverged = sum(each.count("diverged") > 0 for each in candidates)
-    unfinished = sum(not each.count("diverged") and not each.finished() for each in candidates)
-    lacking = sum(
-        not each.count("diverged") and each.finished() != {} and each.lacks_validation() for each in candidates
-    )
-    others = {"diverged": diverged, "unfinished": unfinished, "without validation accuracy": lacking}
-    return ", ".join([str(len(candidates)), *(f"{count} {word}" for word, count in others.items() if count)])
+    faults = [each.fault for each in candidates]
+    counts = [f"{faults.count(fault)} {fault}" for fault in groups.FAULTS if fault in faults]
+    return ", ".join([str(len(candidates)), *counts])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,12 +32,9 @@ class Statistic(NamedTuple):
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Statistic":
         """The statistic of some values. If one of them is None, mean and deviation are None."""
-        known = []
-        for value in values:
-            if value is None:
-                return cls(None, None)
-            known.append(value)
-        if not known:
+        values = list(values)
+        known = [value for value in values if value is not None]
+        if not known or len(known) < len(values):
             return cls(None, None)
         return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
 
@@ -203,6 +200,8 @@ def short_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 # --- The best of some settings ----------------------------------------------------------------------------------------
 
+FAULTS = ("diverged", "unfinished", "without validation accuracy")
+
 
 class Candidate(NamedTuple):
     """One combination of values of the compared flags, and its runs, one per seed."""
@@ -210,26 +209,28 @@ class Candidate(NamedTuple):
     values: dict[str, Any]
     runs: list[RunRecord]
 
-    def count(self, state: str) -> int:
-        """Number of runs in one of `STATES`."""
-        return sum(run.state == state for run in self.runs)
-
     def finished(self) -> dict[str, RunRecord]:
         """The finished runs by their seeds."""
         return {str(seeds(run.config)): run for run in self.runs if run.state == "finished"}
 
-    def lacks_validation(self) -> bool:
-        """Whether a finished run has no validation accuracy."""
-        return not all(map(_validated, self.finished().values()))
+    @property
+    def fault(self) -> str:
+        """The reason in `FAULTS` why it cannot be the best one; "" if it can."""
+        if any(run.state == "diverged" for run in self.runs):
+            return "diverged"
+        if not self.finished():
+            return "unfinished"
+        validated = all(_final(run, VALIDATION) is not None for run in self.finished().values())
+        return "" if validated else "without validation accuracy"  # a run of an earlier version
 
     def mean(self, column: str, seeds: Sequence[str] | None = None) -> Statistic:
         """The statistic of a final result over some seeds. Default: all finished ones.
 
-        A column that ends in ``_`` is one of the first metric, such as ``validation_accuracy``.
+        The columns "" and those that end in ``_`` are of the first metric, such as ``validation_accuracy``.
         """
         finished = self.finished()
         chosen = finished.values() if seeds is None else [finished[seed] for seed in seeds]
-        return Statistic.of((run.summary() | run.rows()[-1]).get(_full(column, run)) for run in chosen)
+        return Statistic.of(_final(run, column) for run in chosen)
 
     @property
     def metric(self) -> Metric:
@@ -273,24 +274,20 @@ def choose(chosen: Sequence[RunRecord], *, over: Sequence[str]) -> list[Choice]:
         others = {flag: value for flag, value in setting.items() if flag not in over}
         grids.setdefault(json.dumps(others), (others, []))[1].append(Candidate(values, members))
     finished = [run for run in chosen if run.state == "finished"]
-    if finished and not any(_validated(run) for run in finished):
-        column = _full(VALIDATION, finished[0])
+    if finished and all(_final(run, VALIDATION) is None for run in finished):
+        column = f"{VALIDATION}{finished[0].metric().name}"
         raise UserError(f"{finished[0].path} has no {column}: train the runs with --validation_share")
     return [Choice(setting, candidates, _best(candidates)) for setting, candidates in grids.values()]
 
 
-def _validated(run: RunRecord) -> bool:
-    """Whether a finished run has a final validation accuracy. Runs of earlier versions may have none."""
-    return (run.summary() | run.rows()[-1]).get(_full(VALIDATION, run)) is not None
-
-
-def _full(column: str, run: RunRecord) -> str:
-    return f"{column}{run.metric().name}" if column.endswith("_") or not column else column
+def _final(run: RunRecord, column: str) -> float | None:
+    """A final result of a finished run. None if it is missing."""
+    column += run.metric().name if column.endswith("_") or not column else ""
+    return (run.summary() | run.rows()[-1]).get(column)
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate | None:
-    candidates = [each for each in candidates if each.finished() and not each.count("diverged")]
-    candidates = [each for each in candidates if not each.lacks_validation()]
+    candidates = [each for each in candidates if not each.fault]
     if not candidates:
         return None
     common = sorted(set.intersection(*(set(each.finished()) for each in candidates)))

@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 import json
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedjax_mr import files, untrusted
 from fedjax_mr.analysis import paired, tables, verdicts
+from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.paired import UNDECIDED, Verdict
 from fedjax_mr.errors import UserError
 
@@ -71,11 +71,12 @@ class Comparison:
         rows = [["method", "seeds", f"{metric.replace('_', ' ')}{percent}"]]
         for place, name in enumerate(self.names):
             values = [unit.factor * value for value in self.values(place).values()]
-            deviation = statistics.stdev(values) if len(values) > 1 else None
-            mean = statistics.fmean(values) if values else None
-            rows.append([name, str(len(values)), tables.plus_minus(mean, deviation, digits=unit.digits)])
-        budget = BUDGETS[self.ledger["equal"]]
-        notes = [f"At equal {budget}; {self._seeds()}", ASSUMPTION.format(alpha=self.ledger["error"])]
+            rows.append([name, str(len(values)), tables.plus_minus(*Statistic.of(values), digits=unit.digits)])
+        parts = "start and cohorts" if self.ledger["partition_seed"] is not None else "partition, start and cohorts"
+        notes = [
+            f"At equal {BUDGETS[self.ledger['equal']]}; {parts} vary with the seed, and are the same for all methods.",
+            ASSUMPTION.format(alpha=self.ledger["error"]),
+        ]
         return "\n".join([*self.sentences(), "", tables.aligned(rows), "", *self._differences(), *notes])
 
     def values(self, method: int) -> dict[int, float]:
@@ -92,21 +93,14 @@ class Comparison:
         with files.atomic_write(folder / LEDGER) as path:
             path.write_text(json.dumps(self.ledger, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
-    def _seeds(self) -> str:
-        varies = (
-            "start and cohorts vary"
-            if self.ledger["partition_seed"] is not None
-            else ("partition, start and cohorts vary")
-        )
-        return f"{varies} with the seed, and are the same for all methods."
-
     def _differences(self) -> list[str]:
         shown = lambda value: "-" if value is None else json.dumps(value).strip('"')
-        different = {flag: values for flag, values in self.ledger["different"].items() if flag != "strategy"}
-        if not different:
-            return []
-        words = "; ".join(f"{flag} {', '.join(map(shown, values))}" for flag, values in different.items())
-        return [f"Different settings, in the order of the methods: {words}."]
+        words = "; ".join(
+            f"{flag} {', '.join(map(shown, values))}"
+            for flag, values in self.ledger["different"].items()
+            if flag != "strategy"
+        )
+        return [f"Different settings, in the order of the methods: {words}."] if words else []
 
 
 def look(pair: Mapping[str, Any], count: int, ledger: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,17 +113,9 @@ def look(pair: Mapping[str, Any], count: int, ledger: Mapping[str, Any]) -> dict
     """
     sign = 1.0 if ledger["higher_is_better"] else -1.0
     values = [sign * (first - second) for first, second in pair["values"][:count]]
-    found = paired.judge(values, margin=ledger["margin"], alpha=ledger["error"] / number_of_pairs(ledger["methods"]))
-    return found._asdict() | {end: value for end in ("low", "high") if (value := _finite(getattr(found, end))) is None}
-
-
-def number_of_pairs(methods: Sequence[Any]) -> int:
-    """The number of pairs, by which the error probability is divided (Bonferroni)."""
-    return len(methods) * (len(methods) - 1) // 2
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    alpha = ledger["error"] / math.comb(len(ledger["methods"]), 2)  # Bonferroni: the pairs share the error
+    found = paired.judge(values, margin=ledger["margin"], alpha=alpha)._asdict()
+    return found | {end: None for end in ("low", "high") if not math.isfinite(found[end])}
 
 
 def _verdict(found: Mapping[str, Any]) -> Verdict:

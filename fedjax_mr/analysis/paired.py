@@ -177,6 +177,11 @@ class Verdict(NamedTuple):
     high: float
     e_value: float
 
+    def reversed(self) -> "Verdict":
+        """The verdict on the second method."""
+        outcome = {BETTER: WORSE, WORSE: BETTER}.get(self.outcome, self.outcome)
+        return self._replace(outcome=outcome, mean=-self.mean, low=-self.high, high=-self.low)
+
 
 def judge(values: Sequence[float], *, margin: float = 0.0, alpha: float = ALPHA) -> Verdict:
     """The verdict of paired differences, with error probability ``alpha`` over all numbers of seeds together.

@@ -14,7 +14,10 @@ from fedjax_mr.analysis.groups import Statistic
 from fedjax_mr.analysis.runs import RunRecord
 from fedjax_mr.errors import UserError
 
-SIDES = {"clients": "clients_seconds_per_round", "server": "server_seconds_per_round"}
+PARTS = {
+    "clients": "clients_seconds_per_round", "server": "server_seconds_per_round", "all": "seconds_per_round",
+}  # fmt: skip
+SIDES = ("clients", "server")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,23 +37,22 @@ def main(arguments: argparse.Namespace) -> None:
     """Print and plot the seconds."""
     chosen = groups.find(arguments.runs)
     results = seconds(chosen)
-    rows = [["setting", "seeds", *(f"{part}, s per round" for part in next(iter(results.values()))[1])]]
+    rows = [["setting", "seeds", *(f"{part}, s per round" for part in PARTS)]]
     for name, (count, parts) in results.items():
-        rows.append([name, str(count), *(tables.plus_minus(*value, digits=4) for value in parts.values())])
+        rows.append([name, str(count), *(tables.plus_minus(*parts[part], digits=4) for part in PARTS)])
     text, suffix = (
         next((format for format in reversed(arguments.format) if format in known), first)
         for known, first in ((tables.FORMATS, "text"), (plots.FORMATS, "png"))
     )
     print(tables.FORMATS[text](rows))
-    settings = [each for each in groups.by_setting(chosen) if finished(each[1])]
+    settings = [(setting, members) for setting, members in groups.by_setting(chosen) if _finished(members)]
     names = groups.titles_of(settings)
     methods = {name: members[0].method() for name, (_, members) in zip(names, settings, strict=True)}
-    means = {
-        side: {name: parts[side].mean for name, (_, parts) in zip(names, results.values(), strict=True)}
-        for side in SIDES
-    }
-    sides = {side: {name: mean for name, mean in each.items() if mean is not None} for side, each in means.items()}
-    if sides != means:
+    sides: dict[str, dict[str, float]] = {}
+    for side in SIDES:
+        means = [parts[side].mean for _, parts in results.values()]
+        sides[side] = {name: mean for name, mean in zip(names, means, strict=True) if mean is not None}
+    if any(len(side) < len(methods) for side in sides.values()):
         print(
             "not drawn: some runs did not measure the two sides (they ran on one device, or with samples on the host)"
         )
@@ -70,16 +72,13 @@ def seconds(chosen: Sequence[RunRecord]) -> dict[str, tuple[int, dict[str, Stati
     results, settings = {}, groups.by_setting(chosen)
     names = groups.short_names([setting for setting, _ in settings])
     for name, (_, members) in zip(names, settings, strict=True):
-        summaries = [run.summary() for run in finished(members)]
-        if summaries:
-            columns = SIDES | {"all": "seconds_per_round"}
-            parts = {part: Statistic.of(each.get(column) for each in summaries) for part, column in columns.items()}
+        if summaries := [run.summary() for run in _finished(members)]:
+            parts = {part: Statistic.of(each.get(column) for each in summaries) for part, column in PARTS.items()}
             results[name] = len(summaries), parts
     if not results:
         raise UserError("no run is finished")
     return results
 
 
-def finished(members: Sequence[RunRecord]) -> list[RunRecord]:
-    """The finished runs among some."""
+def _finished(members: Sequence[RunRecord]) -> list[RunRecord]:
     return [run for run in members if run.state == "finished"]

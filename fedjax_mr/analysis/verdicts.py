@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from fedjax_mr.analysis import groups, paired
@@ -81,44 +81,31 @@ def sentence(first: str, second: str, verdict: Verdict, unit: Unit, *, margin: f
       unit: how differences are written.
       margin: difference that does not matter.
     """
+    if verdict.outcome == WORSE:
+        return sentence(second, first, verdict.reversed(), unit)
     seeds = f"{verdict.count} seed{'s' * (verdict.count != 1)}"
     interval = f"[{unit.signed(verdict.low)}, {unit.signed(verdict.high)}], {seeds}"
     if not math.isfinite(verdict.low):
         interval = f"no interval yet, {seeds}"
     shown = f"{unit.signed(verdict.mean)}{unit.words} {interval}"
-    if verdict.outcome in (BETTER, WORSE):
-        better, worse = (first, second) if verdict.outcome == BETTER else (second, first)
-        return f"{better} is better than {worse}: {shown if better == first else _mirrored(verdict, unit, seeds)}"
+    if verdict.outcome == BETTER:
+        return f"{first} is better than {second}: {shown}"
     if verdict.outcome == EQUAL:
         within = f"equal within {unit.plain(margin)}{unit.words}" if margin else "equal"
         return f"{first} and {second} are {within}: {shown}"
     return f"undecided: {first} against {second}: {shown}"
 
 
-def _mirrored(verdict: Verdict, unit: Unit, seeds: str) -> str:
-    ends = f"[{unit.signed(-verdict.high)}, {unit.signed(-verdict.low)}]"
-    return f"{unit.signed(-verdict.mean)}{unit.words} {ends}, {seeds}"
-
-
 # --- Below a table ---------------------------------------------------------------------------------------------------
 
 
-class Judged(NamedTuple):
-    """Two lines of a table and the verdict on the first, the better one by its mean."""
+def below_table(lines: Sequence[Line], names: Sequence[str] = ()) -> list[str]:
+    """The verdicts below a table of accuracies, one line per problem, and how they are meant. Empty without any.
 
-    first: str
-    second: str
-    verdict: Verdict
-
-
-def of_lines(lines: Sequence[Line], names: Sequence[str] = ()) -> list[list[Judged]]:
-    """The best line against each other one, for each problem with several lines that share at least three seeds.
-
-    Two lines have the same problem if their data, division, evaluations and rounds are the same. The best line is
-    chosen by the results, so the error probability is divided by the number of all pairs of lines.
+    Two lines have the same problem if their data, division, evaluations and rounds are the same.
 
     Args:
-      lines: the lines.
+      lines: the lines of the table.
       names: their names. Default: as in the table.
     """
     problems: dict[str, list[tuple[str, Line]]] = {}
@@ -126,46 +113,38 @@ def of_lines(lines: Sequence[Line], names: Sequence[str] = ()) -> list[list[Judg
         if line.finished:
             key = [problem(line.runs[0].config), line.rounds, line.metric.name]
             problems.setdefault(json.dumps(key, sort_keys=True), []).append((name, line))
-    return [judged for several in problems.values() if (judged := _best_against_others(several))]
+    found = [f"verdict: {text}" for several in problems.values() if (text := _best_against_others(several))]
+    about = f"(paired seeds, error probability {ALPHA:g} however often you look; differences are taken to be normal)"
+    return [*found, about] if found else []
 
 
-def _best_against_others(named: Sequence[tuple[str, Line]]) -> list[Judged]:
+def _best_against_others(named: Sequence[tuple[str, Line]]) -> str:
+    """The verdict on the best line against each other one. "" if no two share `FEWEST` seeds.
+
+    The best line is chosen by the results, so the error probability is divided by the number of all pairs of lines.
+    """
     names, lines = zip(*named, strict=True)
-    sign = 1.0 if lines[0].metric.higher_is_better else -1.0
+    metric = lines[0].metric
+    sign, unit = 1.0 if metric.higher_is_better else -1.0, Unit.of(metric.name, metric)
+    margin = MARGIN if unit.words else 0.0
     values = [_by_seed(line, sign) for line in lines]
-    pairs = [pair for pair in itertools.combinations(range(len(lines)), 2) if _shared(values, *pair) >= FEWEST]
-    if not pairs:
-        return []
-    means = [sum(each.values()) / max(1, len(each)) for each in values]
-    best = max({place for pair in pairs for place in pair}, key=lambda place: means[place])
-    alpha, margin = ALPHA / len(pairs), MARGIN if lines[0].metric.unit == "fraction" else 0.0
-    return [
-        Judged(names[best], names[other], _judge(values[best], values[other], margin, alpha))
-        for other in sorted(range(len(lines)), key=lambda place: -means[place])
-        if tuple(sorted((best, other))) in pairs
+    pairs = [
+        pair
+        for pair in itertools.combinations(range(len(lines)), 2)
+        if len(values[pair[0]].keys() & values[pair[1]].keys()) >= FEWEST
     ]
-
-
-def _by_seed(line: Line, sign: float) -> dict[Hashable, float]:
-    return {
-        tuple(result["seeds"]): sign * result["last_10"] for result in line.results if result["last_10"] is not None
-    }
-
-
-def _shared(values: Sequence[Mapping[Hashable, float]], first: int, second: int) -> int:
-    return len(values[first].keys() & values[second].keys())
-
-
-def _judge(first: Mapping[Hashable, float], second: Mapping[Hashable, float], margin: float, alpha: float) -> Verdict:
-    return paired.judge(paired.differences(first, second), margin=margin, alpha=alpha)
-
-
-def line(judged: Sequence[Judged], unit: Unit) -> str:
-    """One line about the best of several methods: against whom it is better, equal or undecided."""
-    best = judged[0].first
+    if not pairs:
+        return ""
+    means = [sum(each.values()) / max(1, len(each)) for each in values]
+    best, *others = sorted({place for pair in pairs for place in pair}, key=lambda place: -means[place])
+    alpha = ALPHA / len(pairs)
+    judged = [
+        (names[other], paired.judge(paired.differences(values[best], values[other]), margin=margin, alpha=alpha))
+        for other in others
+        if (best, other) in pairs or (other, best) in pairs
+    ]
     if len(judged) == 1:
-        margin = MARGIN if unit.words else 0.0
-        return sentence(best, judged[0].second, judged[0].verdict, unit, margin=margin)
+        return sentence(names[best], *judged[0], unit, margin=margin)
     words = {
         BETTER: "better than",
         EQUAL: f"equal within {unit.plain(MARGIN)}{unit.words} to" if unit.words else "equal to",
@@ -174,23 +153,13 @@ def line(judged: Sequence[Judged], unit: Unit) -> str:
     }
     parts = []
     for outcome, text in words.items():
-        if others := [each.second for each in judged if each.verdict.outcome == outcome]:
-            more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
-            parts.append(f"{text} {', '.join(others[:NAMED])}{more}")
-    return f"{best} has the best mean: {'; '.join(parts)}"
+        if same := [name for name, verdict in judged if verdict.outcome == outcome]:
+            more = f" and {len(same) - NAMED} more" if len(same) > NAMED else ""
+            parts.append(f"{text} {', '.join(same[:NAMED])}{more}")
+    return f"{names[best]} has the best mean: {'; '.join(parts)}"
 
 
-def below_table(lines: Sequence[Line], names: Sequence[str] = ()) -> list[str]:
-    """The verdicts below a table of accuracies, one line per problem, and how they are meant. Empty without any.
-
-    Args:
-      lines: the lines of the table.
-      names: their names. Default: as in the table.
-    """
-    found = of_lines(lines, names)
-    if not found:
-        return []
-    metric = lines[0].metric
-    unit = Unit.of(metric.name, metric)
-    about = f"(paired seeds, error probability {ALPHA:g} however often you look; differences are taken to be normal)"
-    return [f"verdict: {line(judged, unit)}" for judged in found] + [about]
+def _by_seed(line: Line, sign: float) -> dict[Hashable, float]:
+    return {
+        tuple(result["seeds"]): sign * result["last_10"] for result in line.results if result["last_10"] is not None
+    }

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedjax_mr import files, untrusted
 from fedjax_mr.analysis import paired, verdicts
-from fedjax_mr.analysis.ledger import LEDGER, Comparison, look, number_of_pairs
+from fedjax_mr.analysis.ledger import LEDGER, Comparison, look
 from fedjax_mr.analysis.paired import ALPHA, UNDECIDED
 from fedjax_mr.analysis.runs import bytes_sent
 from fedjax_mr.compare import methods as contenders
@@ -110,7 +110,7 @@ def compare(
         "higher_is_better": True,
         "margin": margin,
         "error": error,
-        "pairs_that_share_the_error": number_of_pairs(known),
+        "pairs_that_share_the_error": math.comb(len(known), 2),
         "spread_of_effects": paired.SPREAD,
         "equal": equal,
         "until": until,
