@@ -65,7 +65,7 @@ def replay(run: runs.RunRecord, *, last: int, back: int, data_dir: str | None = 
         raise UserError(f"{run.path}: only fedmr's recombination on the server can be replayed")
     if last < 0:
         raise UserError(f"--round={last} must be at least 0")
-    config = run.config if data_dir is None else runs.with_data_dir(run.config, data_dir)
+    config = runs.with_data_dir(run.config, data_dir)
     model = build_model(config, federated_data(config).dataset)
     units, count = fedmr.recombination_units(hyper, model.layers()), config.cohort
     origins = np.tile(np.arange(count), (len(units), 1))

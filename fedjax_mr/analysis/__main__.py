@@ -40,7 +40,7 @@ def main(
 
     def work() -> int:
         if not words or words[0] in ("-h", "-help", "--help"):
-            print(usage(commands, program))
+            print(_usage(commands, program))
             return 0 if words else 2
         name, *options = words
         if name not in commands:
@@ -51,13 +51,15 @@ def main(
     return exit_code(work)
 
 
-def usage(commands: Mapping[str, Any] = COMMANDS, program: str = PROGRAM) -> str:
-    """List the commands."""
+def _usage(commands: Mapping[str, Any], program: str) -> str:
     width = max(map(len, commands))
-    lines = [f"  {name.ljust(width)}  {(each.__doc__ or '').splitlines()[0]}" for name, each in commands.items()]
-    head = f"usage: {program} COMMAND RUN ... [--option=value ...]"
     return "\n".join(
-        [head, "       COMMAND --help describes one command; RUN is a run folder or TABLE/RUN", "", *lines]
+        [
+            f"usage: {program} COMMAND RUN ... [--option=value ...]",
+            "       COMMAND --help describes one command; RUN is a run folder or TABLE/RUN",
+            "",
+            *(f"  {name.ljust(width)}  {each.__doc__.splitlines()[0]}" for name, each in commands.items()),
+        ]
     )
 
 

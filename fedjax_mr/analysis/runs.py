@@ -205,9 +205,26 @@ def output_folder(out: str | None, runs: Sequence[RunRecord]) -> Iterator[Path]:
         raise
 
 
-def with_data_dir(config: Config, data_dir: str) -> Config:
-    """The configuration with its datasets in another folder."""
-    return dataclasses.replace(config, data_dir=data_dir)
+def with_data_dir(config: Config, data_dir: str | None) -> Config:
+    """The configuration with its datasets in another folder. None changes nothing."""
+    return config if data_dir is None else dataclasses.replace(config, data_dir=data_dir)
+
+
+def problem_of(run: RunRecord, *, data_dir: str | None, trust: bool) -> tuple[Config, FederatedData, Model]:
+    """The configuration, data and network of a run, on one device. The arguments are those of `rebuild`.
+
+    Raises:
+      UserError: the code is not trusted, a file of the run is missing, or objects of the run came from Python.
+    """
+    config = with_data_dir(configuration.load_code(run.path, trust=trust), data_dir)
+    if needed := configuration.needed_objects(config):
+        raise UserError(
+            f"{run.path} was trained with {needed} from Python, which this command does not have: use "
+            f"fmr.load({str(run.path)!r}, {needed})"
+        )
+    set_up_jax(devices=1, cohort_size=1)
+    federated = federated_data(config)
+    return config, federated, build_model(config, federated.dataset)
 
 
 class Rebuilt(NamedTuple):
@@ -229,21 +246,11 @@ def rebuild(run: RunRecord, *, data_dir: str | None = None, trust: bool = False,
       changes: settings of the `Layout` that replace those of the run, such as ``memory``.
 
     Raises:
-      UserError: the code is not trusted, a file of the run is missing, objects of the run came from Python, or the run
-        is a kept one, which has no models.
+      UserError: the run is a kept one, which has no models, or as `problem_of`.
     """
     if kept.is_kept(run.path):
         raise UserError(f"{run.path} has no models: a table of kept runs holds metrics alone; name a run folder")
-    config = configuration.load_code(run.path, trust=trust)
-    if needed := configuration.needed_objects(config):
-        raise UserError(
-            f"{run.path} was trained with {needed} from Python, which this command does not have: use "
-            f"fmr.load({str(run.path)!r}, {needed})"
-        )
-    config = config if data_dir is None else with_data_dir(config, data_dir)
-    set_up_jax(devices=1, cohort_size=1)
-    federated = federated_data(config)
-    model = build_model(config, federated.dataset)
+    config, federated, model = problem_of(run, data_dir=data_dir, trust=trust)
     alone = dataclasses.replace(config, devices=1, lanes=1, **changes)
     return Rebuilt(config, federated, model, simulator_of(alone, federated, model).rounds)
 

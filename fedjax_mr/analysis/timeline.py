@@ -11,12 +11,8 @@ import numpy as np
 from fedjax_mr import plots
 from fedjax_mr.analysis import runs
 from fedjax_mr.clock.schedule import Events
-from fedjax_mr.config import config as configuration
 from fedjax_mr.config import titles
-from fedjax_mr.engine.devices import set_up_jax
 from fedjax_mr.errors import UserError
-from fedjax_mr.experiment.build import build_model
-from fedjax_mr.experiment.federation import federated_data
 from fedjax_mr.experiment.simulated_time import Devices, devices_of, events_of
 
 MOST_JOBS = 120  # drawn by default
@@ -34,12 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Draw the timeline and print its path."""
     (run,) = runs.read(arguments.runs)
-    config = configuration.load_code(run.path, trust=arguments.trust)
-    if arguments.data_dir is not None:
-        config = runs.with_data_dir(config, arguments.data_dir)
-    set_up_jax(devices=1, cohort_size=1)
-    federated = federated_data(config)
-    model = build_model(config, federated.dataset)
+    config, federated, model = runs.problem_of(run, data_dir=arguments.data_dir, trust=arguments.trust)
     events = events_of(config, federated, model)
     if events is None and config.mode == "async":
         raise UserError(f"{config.strategy} selects its clients during the training, so only a run knows its jobs")
