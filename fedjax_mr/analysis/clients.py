@@ -38,35 +38,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Plot the clients' accuracies and print their distribution."""
     chosen = runs.read(arguments.runs)
-    accuracies, domains = {}, {}
+    metric = chosen[0].metric()
+    accuracies, domains = [], []
     for run in chosen:
         trained = runs.restore(run, data_dir=arguments.data_dir, trust=arguments.trust)
-        accuracies[run.name] = per_client(run, trained)
-        domains[run.name] = per_domain(trained, accuracies[run.name])
+        accuracies.append(per_client(run, trained))
+        domains.append(per_domain(trained, accuracies[-1]))
     names = titles.runs([run.config for run in chosen])
     with runs.output_folder(arguments.out, chosen) as folder:
         path = folder / f"clients.{arguments.format}"
         plots.histograms(
-            {name: values.tolist() for name, values in zip(names, accuracies.values(), strict=True)},
+            {name: values.tolist() for name, values in zip(names, accuracies, strict=True)},
             path,
-            x_label=f"{chosen[0].metric().title} on the client's own test samples",
+            x_label=f"{metric.title} on the client's own test samples",
             y_label="clients",
             methods={name: run.method() for name, run in zip(names, chosen, strict=True)},
         )
     rows = [["run", "clients", "mean", "standard deviation", "worst 10 %", "worst"]]
-    higher = chosen[0].metric().higher_is_better
-    for name, values in accuracies.items():
+    worst = min if metric.higher_is_better else max
+    for run, values in zip(chosen, accuracies, strict=True):
         values = values[~np.isnan(values)]
-        worst = values.min() if higher else values.max()
-        numbers = (values.mean(), values.std(), worst_tenth(values, higher_is_better=higher), worst)
-        rows.append([name, f"{len(values)}", *(f"{number:.4f}" for number in numbers)])
+        tenth = worst_tenth(values, higher_is_better=metric.higher_is_better)
+        numbers = (values.mean(), values.std(), tenth, worst(values))
+        rows.append([run.name, str(len(values)), *(f"{number:.4f}" for number in numbers)])
     print(tables.aligned(rows))
     print(f"drawn in {path}")
-    for columns in dict.fromkeys(tuple(each) for each in domains.values() if each):
+    for columns in dict.fromkeys(tuple(each) for each in domains if each):
         rows = [["run", *columns, "mean", "worst"]]
-        for name, each in zip(names, domains.values(), strict=True):
+        for name, each in zip(names, domains, strict=True):
             if tuple(each) == columns:
-                numbers = (*each.values(), np.mean(list(each.values())), min(each.values()))
+                numbers = (*each.values(), np.mean(list(each.values())), worst(each.values()))
                 rows.append([name, *(f"{number:.4f}" for number in numbers)])
         print(f"\n{tables.aligned(rows)}")
 

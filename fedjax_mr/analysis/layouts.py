@@ -114,11 +114,10 @@ def _arranged(lines: Sequence[Line]) -> Grid:
     methods = [titles.method(each) for each in known]
     flags = list(dict.fromkeys(flag for line in lines for flag in line.setting if flag != "strategy"))
 
-    def values(flag: str, names: Sequence[str], name: str) -> set[str]:
-        return {json.dumps(own.get(flag, "-")) for own, each in zip(known, names, strict=True) if each == name}
-
     def varies(flag: str, names: Sequence[str]) -> bool:
-        return any(len(values(flag, names, name)) > 1 for name in set(names))
+        """Whether a flag has several values in lines of the same name."""
+        pairs = {(name, json.dumps(own.get(flag, "-"))) for name, own in zip(names, known, strict=True)}
+        return len(pairs) > len(set(names))
 
     own_flags = [
         [flag for flag in flags if flag.startswith((f"{each['strategy']}_", "server_")) and varies(flag, methods)]
@@ -182,9 +181,7 @@ def _cell(line: Line | None, value: str, count: int) -> Cell:
     return Cell(text, mean)
 
 
-def _marked(
-    cells: Sequence[Cell], escape: Callable[[str], str], best: str, second: str, *, higher: bool = True
-) -> list[str]:
+def _marked(cells: Sequence[Cell], escape: Callable[[str], str], best: str, second: str, *, higher: bool) -> list[str]:
     """The texts of a column, with a mark around the best of several and the second of more than two."""
     numbers = [float(cell.mean) for cell in cells if cell.mean]
     means = sorted(set(numbers), reverse=higher)

@@ -150,9 +150,4 @@ def _spread(run: RunRecord, *, data_dir: str | None, trust: bool) -> str:
     if not run.checkpoints():
         return "-"
     models = runs.restore(run, data_dir=data_dir, trust=trust).models
-    if models is None:
-        return "-"
-    leaves = [np.asarray(leaf, np.float64).reshape(len(leaf), -1) for leaf in jax.tree.leaves(models["params"])]
-    flat = np.concatenate(leaves, axis=1)
-    mean = flat.mean(axis=0)
-    return f"{np.sqrt(((flat - mean) ** 2).sum(axis=1).mean()) / np.linalg.norm(mean):.3f}"
+    return "-" if models is None else f"{runs.relative_spread(jax.tree.leaves(models['params'])):.3f}"

@@ -138,9 +138,8 @@ def page(paths: Sequence[Path], parent: Path) -> dict[str, Any]:
             content["tables"].append(_csv_table(TRIALS, path / "trials.csv"))
             with_runs[-1] = path / "tests" if kept.find(path / "tests") else path
     if with_runs:
-        _add_runs(content, groups.find(with_runs))
+        _add_runs(content, groups.find(with_runs), parent)
     content["tables"].sort(key=lambda table: PLACES.get(table["title"], len(PLACES)))
-    content["links"] = _links(content.pop("paths", []), parent)
     return content
 
 
@@ -204,7 +203,7 @@ def _brief(cell: str) -> str:
         return cell
 
 
-def _add_runs(content: dict[str, Any], chosen: Sequence[RunRecord]) -> None:
+def _add_runs(content: dict[str, Any], chosen: Sequence[RunRecord], parent: Path) -> None:
     """Add curves, tables, clients and files of runs."""
     lines = tables.accuracy_lines(chosen)
     settings = groups.by_setting(chosen)
@@ -241,7 +240,7 @@ def _add_runs(content: dict[str, Any], chosen: Sequence[RunRecord]) -> None:
     head, *rows = tables.accuracy_cells(lines)
     content["tables"].append({"title": RESULTS, "head": head, "rows": rows})
     content["tables"].append(_settings_table(settings, names))
-    content["paths"] = [run.path for run in chosen if not kept.is_kept(run.path)]
+    content["links"] = _links([run.path for run in chosen if not kept.is_kept(run.path)], parent)
 
 
 def _summaries(names: Sequence[str], lines: Sequence[tables.Line]) -> list[str]:
@@ -295,7 +294,8 @@ def _confusion(members: Sequence[RunRecord]) -> list[list[float]] | None:
 
     None if no run has the metric ``confusion``.
     """
-    counts = [run.summary()["confusion"] for run in members if run.state == "finished" and "confusion" in run.summary()]
+    summaries = [run.summary() for run in members if run.state == "finished"]
+    counts = [summary["confusion"] for summary in summaries if "confusion" in summary]
     if not counts:
         return None
     total = np.sum(counts, axis=0)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fedjax_mr import files, plots
 from fedjax_mr.config import config as configuration
 from fedjax_mr.config import titles
@@ -269,3 +271,15 @@ def restore(run: RunRecord, *, round: int | None = None, data_dir: str | None = 
     server = getattr(progress.server, "inner", progress.server)  # the strategy's own beside a server's optimizer
     models: Any = getattr(server, "models", None)
     return Trained(int(progress.round), federated, model, rounds.deployed(progress), models)
+
+
+def relative_spread(tensors: Sequence[Any]) -> float:
+    """Root mean square distance of K models from their mean, divided by the norm of the mean.
+
+    Args:
+      tensors: the tensors of the models [K, ...].
+    """
+    flat = np.concatenate([np.asarray(each, np.float64).reshape(len(each), -1) for each in tensors], axis=1)
+    mean = flat.mean(axis=0)
+    distance, norm = np.sqrt(((flat - mean) ** 2).sum(axis=1).mean()), np.linalg.norm(mean)
+    return float(distance / norm) if norm > 0 else float("nan" if distance > 0 else 0.0)

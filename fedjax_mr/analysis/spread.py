@@ -8,7 +8,6 @@ mean, divided by the norm of that mean: 0 means K equal layers. FedMR's recombin
 import argparse
 
 import jax
-import numpy as np
 
 from fedjax_mr import plots
 from fedjax_mr.analysis import runs, tables
@@ -59,17 +58,10 @@ def by_layer(models: Variables, layers: tuple[Layer, ...]) -> dict[str, float]:
       models: K stacked models, leaves [K, ...].
       layers: layers in forward order.
     """
-    leaves = [
-        (path[0].key == "params", np.asarray(leaf, np.float64))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(models)
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(models)
     spread = {}
     for layer in layers:
-        own = [leaves[position][1] for position in layer.leaves if leaves[position][0]]
-        if not own:
-            continue
-        flat = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in own], axis=1)  # [K, numbers of the layer]
-        mean = flat.mean(axis=0)
-        distance, norm = np.sqrt(((flat - mean) ** 2).sum(axis=1).mean()), np.linalg.norm(mean)
-        spread[layer.name] = float(distance / norm) if norm > 0 else float("nan" if distance > 0 else 0.0)
+        own = [leaves[position] for position in layer.leaves]
+        if trained := [leaf for path, leaf in own if path[0].key == "params"]:
+            spread[layer.name] = runs.relative_spread(trained)
     return spread

@@ -28,15 +28,13 @@ NEEDED = ("loss", "bytes_down", "bytes_up")  # columns of every evaluation that 
 # --- Cells -----------------------------------------------------------------------------------------------------------
 
 
-def percent(value: Statistic) -> str:
-    """A fraction over the seeds in percent, such as ``58.47 ± 0.14``."""
-    return plus_minus(*(None if part is None else 100 * part for part in value), digits=2)
-
-
 def shown(value: Statistic, metric: Metric) -> str:
-    """A value of a metric over the seeds: a fraction in percent, others as they are with four digits of the mean."""
+    """A value of a metric over the seeds, such as ``58.47 ± 0.14``.
+
+    Fractions are in percent, others as they are with four digits of the mean.
+    """
     if metric.unit == "fraction":
-        return percent(value)
+        return plus_minus(*(None if part is None else 100 * part for part in value), digits=2)
     mean = abs(value.mean or 0.0)
     return plus_minus(*value, digits=max(0, 3 - math.floor(math.log10(mean))) if mean else 3)
 

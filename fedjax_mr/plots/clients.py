@@ -17,7 +17,6 @@ def partition(
     path: Path | str,
     *,
     title: str = "",
-    noun: str = "training samples",
     group: str = "class",
 ) -> None:
     """Draw the partition of the samples: a heat map of clients x classes below the sizes of the clients.
@@ -29,7 +28,6 @@ def partition(
       counts: [N, C] samples per client and class.
       path: file to write, in one of `FORMATS`.
       title: line above the plot.
-      noun: name of the samples that are counted.
       group: name of the groups C.
     """
     from matplotlib.colors import PowerNorm
@@ -56,7 +54,7 @@ def partition(
             most, words = np.maximum.reduceat(of_clients, groups), f"most of {members.max()} neighbouring clients"
             sizes.stairs(most, edges - 0.5, baseline=mean, fill=True, color=COLOURS[4], alpha=0.5, label=words)
             sizes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
-        name_axes(sizes, y_label=noun.replace(" ", "\n"), title=title)
+        name_axes(sizes, y_label="training\nsamples", title=title)
         sizes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         together = np.add.reduceat(counts, groups, axis=0, dtype=counts.dtype)  # without a copy of the table
         shares = together / members[:, None]  # [columns, C]
@@ -73,7 +71,7 @@ def partition(
             table.hlines(np.arange(1, num_classes) - 0.5, -0.5, num_clients - 0.5, **white)
         sizes.tick_params(axis="x", which="both", length=0, labelbottom=False)
         bar = figure.colorbar(image, cax=figure.add_subplot(grid[1, 1]))
-        bar.set_label(noun)
+        bar.set_label("training samples")
         bar.ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
 
 
@@ -140,7 +138,6 @@ def personal(
     *,
     method: str | None = None,
     networks: Mapping[str, str] | None = None,
-    bins: int = 20,
     metric: tuple[str, str] = ("accuracy", "accuracy"),
     fraction: bool = True,
 ) -> None:
@@ -154,7 +151,6 @@ def personal(
       path: file to write, in one of `FORMATS`.
       method: method of the run. It decides the first colour.
       networks: names of the clients' networks, by the columns that count them. None if all have the same network.
-      bins: bins of the histogram.
       metric: the metric and its name in words.
       fraction: whether its values are from 0 to 1.
     """
@@ -166,7 +162,7 @@ def personal(
         axes = list(figure.subplots(1, 1 + over_rounds + bool(networks), squeeze=False)[0])
         if over_rounds:
             _over_rounds(axes.pop(0), of, colours, metric, fraction)
-        _last(axes.pop(0), last, colours, bins, metric[1], fraction)
+        _last(axes.pop(0), last, colours, metric[1], fraction)
         if networks:
             _networks(axes.pop(0), of, networks)
 
@@ -189,13 +185,11 @@ def _over_rounds(
     axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
-def _last(
-    axis: Any, last: Mapping[str, Sequence[float]], colours: Sequence[str], bins: int, title: str, fraction: bool
-) -> None:
+def _last(axis: Any, last: Mapping[str, Sequence[float]], colours: Sequence[str], title: str, fraction: bool) -> None:
     every = [value for values in last.values() for value in values] or [0.0, 1.0]
     low, high = (0.0, 1.0) if fraction else (min(every), max(every))
     for (name, values), colour in zip(last.items(), colours, strict=False):
-        axis.hist(values, np.linspace(low, high, bins + 1), histtype="stepfilled", color=colour, alpha=0.35, label=name)
+        axis.hist(values, np.linspace(low, high, 21), histtype="stepfilled", color=colour, alpha=0.35, label=name)
         axis.axvline(float(np.mean(values)), color=colour, linewidth=1.6)
     name_axes(axis, f"{title} after the last round (lines: means)", "clients")
     if fraction:

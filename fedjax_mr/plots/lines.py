@@ -40,7 +40,7 @@ def curves(
         {name: (column(rows, "round"), column(rows, quantity)) for name, rows in runs.items()}
         for quantity in quantities
     ]
-    with _line_panels(path, panels, methods, share=False) as axes:
+    with _line_panels(path, panels, methods, share=False) as (axes, _):
         axes[0].figure.get_layout_engine().set(wspace=0.04)
         for axis, words in zip(axes, quantities.values(), strict=True):
             name_axes(axis, "round", words)
@@ -79,9 +79,7 @@ def lines(
     from matplotlib.ticker import NullFormatter
 
     design.check()
-    with _line_panels(path, list(panels.values()), methods, possible=possible, design=design) as axes:
-        names = list(dict.fromkeys(name for series in panels.values() for name in series))
-        chosen = coloured(looks(names, methods), methods, design)
+    with _line_panels(path, list(panels.values()), methods, possible=possible, design=design) as (axes, chosen):
         for axis, title in zip(axes, panels, strict=True):
             for name, (x, y) in (crosses or {}).get(title, {}).items():
                 axis.plot(x, y, "x", color=chosen[name].colour, markersize=9, markeredgewidth=2.2, zorder=3)
@@ -106,11 +104,8 @@ def _line_panels(
     share: bool = True,
     possible: tuple[float, float] = (-math.inf, math.inf),
     design: Design = USUAL,
-) -> Iterator[Sequence[Any]]:
-    """Draw the lines of panels and a legend below, and yield the axes of the panels.
-
-    If all x are integers (rounds), the ticks are at integers.
-    """
+) -> Iterator[tuple[Sequence[Any], Mapping[str, Look]]]:
+    """Draw the lines of panels and a legend below, and yield the axes of the panels and the looks of the lines."""
     names = list(dict.fromkeys(name for series in panels for name in series))
     chosen = coloured(looks(names, methods), methods, design)
     width = design.width or WIDTH
@@ -133,7 +128,7 @@ def _line_panels(
             )
         if design.title or len(names) == 1:
             figure.suptitle(design.title or names[0], fontsize=10)
-        yield axes
+        yield axes, chosen
 
 
 def draw(
