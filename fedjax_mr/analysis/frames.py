@@ -29,7 +29,7 @@ def frame(paths: Path | str | Iterable[Path | str]) -> "pandas.DataFrame":
         import pandas
     except ImportError:
         raise UserError("a data frame needs pandas: pip install 'fedjax-mr[pandas]'") from None
-    chosen = groups.find([paths] if isinstance(paths, Path | str) else paths)
+    chosen = groups.find(paths)
     known = [titles.facts(run.config) for run in chosen]
     varied = [flag for flag in titles.varied(known) if flag != "strategy"]
     rows: list[dict[str, Any]] = []

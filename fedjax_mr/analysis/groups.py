@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # --- Runs and their settings ------------------------------------------------------------------------------------------
 
 
-def find(paths: Iterable[Path | str]) -> list[RunRecord]:
-    """Read the runs at some paths: run folders, tables of kept runs, or folders that hold some at any depth.
+def find(paths: Path | str | Iterable[Path | str]) -> list[RunRecord]:
+    """Read the runs at a path or several: run folders, tables of kept runs, or folders that hold some at any depth.
 
     They are in the order of the paths. The runs of one path are sorted by strategy and by the values of their settings.
 
@@ -56,7 +56,7 @@ def find(paths: Iterable[Path | str]) -> list[RunRecord]:
       UserError: a path holds no run, or a run cannot be read.
     """
     ordered: dict[Path, RunRecord] = {}
-    for path in map(Path, paths):
+    for path in map(Path, [paths] if isinstance(paths, Path | str) else paths):
         try:
             inside = kept.find(path)
         except OSError as error:
@@ -137,7 +137,7 @@ class Index:
         """
         self.folder = folder
         self._by_setting: dict[str, list[RunRecord]] = {}
-        for run in find([folder]):
+        for run in find(folder):
             self._by_setting.setdefault(_key(run.config), []).append(run)
 
     def settings(self) -> Iterable[list[RunRecord]]:

@@ -68,7 +68,7 @@ def plot_curves(
     """
     if x not in plots.X_UNITS:
         raise UserError(f"x={x} is none of {', '.join(plots.X_UNITS)}")
-    chosen = groups.find([paths] if isinstance(paths, Path | str) else paths)
+    chosen = groups.find(paths)
     drawn = curves(chosen, column=column or chosen[0].metric().name, x=x)
     (series,) = drawn.panels.values()
     axis = plots.new_axes() if ax is None else ax

@@ -49,12 +49,9 @@ def server_of(content: Content, page: Callable[[dict[str, Any]], str]) -> Thread
         def _answer(self, kind: str, text: str) -> None:
             body = text.encode()
             self.send_response(200)
-            for name, value in {
-                "Content-Type": kind,
-                "Content-Length": str(len(body)),
-                "Cache-Control": "no-store",
-            }.items():
-                self.send_header(name, value)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
             self.end_headers()
             with contextlib.suppress(ConnectionError):  # the browser has left
                 self.wfile.write(body)

@@ -52,9 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
     staleness = jobs.staleness[used]
     inside = (jobs.start < window[1]) & (jobs.end > window[0])
     drawn = plots.Jobs(*(each[inside] / unit if each.dtype == np.float64 else each[inside] for each in jobs))
-    words = (
-        f"rounds {arguments.first} to {last}" if events.schedule is None else f"versions {arguments.first} to {last}"
-    )
+    counted = "rounds" if events.schedule is None else "versions"
     with runs.output_folder(arguments.out, [run]) as folder:
         path = folder / f"timeline.{arguments.format}"
         plots.timeline(
@@ -66,7 +64,7 @@ def main(arguments: argparse.Namespace) -> None:
             all_staleness=staleness,
             x_label=x_label,
             y_label=f"{len(order)} clients, the fastest on top",
-            title=f"{titles.run(config)}: {words} of {rounds}",
+            title=f"{titles.run(config)}: {counted} {arguments.first} to {last} of {rounds}",
         )
     print(f"{used.sum()} of {len(used)} jobs made {rounds} versions in {events.times[-1]:.6g} simulated seconds")
     if events.schedule is not None:
