@@ -8,7 +8,7 @@ from fedjax_mr.plots.looks import COLOURS, Look, looks
 from fedjax_mr.plots.timeline import Jobs, timeline
 
 __all__ = [
-    "COLOURS", "FORMATS", "MOST_IN_LATTICE", "X_UNITS", "Design", "Jobs", "Look", "Series", "approximations", "bars",
-    "coloured", "contributions", "curves", "draw", "histograms", "import_ahead", "lattice", "lines", "looks", "new_axes",
-    "partition", "personal", "timeline", "unit_of",
+    "COLOURS", "FORMATS", "MOST_IN_LATTICE", "X_UNITS", "Design", "Jobs", "Look", "Series",
+    "approximations", "bars", "coloured", "contributions", "curves", "draw", "histograms", "import_ahead", "lattice",
+    "lines", "looks", "new_axes", "partition", "personal", "timeline", "unit_of",
 ]  # fmt: skip
