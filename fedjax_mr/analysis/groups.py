@@ -1,6 +1,7 @@
 """Find runs in folders and tables, and group them by settings, so that the seeds of a setting form one group."""
 
 import argparse
+import collections
 import json
 import math
 import statistics
@@ -110,14 +111,14 @@ def _facts(chosen: Sequence[RunRecord]) -> dict[Path, dict[str, Any]]:
     """The settings of runs by their paths. Kept runs name files without folders; here, so do all that use the same."""
     whole = {run.path: titles.facts(run.config) for run in chosen}
     brief = {run.path: titles.facts(configuration.portable(run.config)) for run in chosen}
-    long: dict[tuple[str, str], set[str]] = {}  # the names with folders of a name without
-    for path in whole:
-        for flag, value in brief[path].items():
-            if whole[path][flag] != value:
-                long.setdefault((flag, json.dumps(value)), set()).add(json.dumps(whole[path][flag]))
-    one = lambda flag, value: len(long.get((flag, json.dumps(value)), ())) < 2
+    long: dict[tuple[str, str], set[str]] = collections.defaultdict(set)  # the names with folders of a name without
+    for path, own in whole.items():
+        for flag, value in own.items():
+            if brief[path][flag] != value:
+                long[flag, json.dumps(brief[path][flag])].add(json.dumps(value))
+    several = lambda flag, value: len(long[flag, json.dumps(value)]) > 1
     return {
-        path: {flag: brief[path][flag] if one(flag, brief[path][flag]) else value for flag, value in own.items()}
+        path: {flag: own[flag] if several(flag, value) else value for flag, value in brief[path].items()}
         for path, own in whole.items()
     }
 
