@@ -1,12 +1,17 @@
 """The verdict below a table: the best line against the others, for each problem."""
 
+from pathlib import Path
+
 import pytest
 
 from fedjax_mr.analysis import verdicts
 from fedjax_mr.analysis.__main__ import main
 from fedjax_mr.analysis.paired import Verdict
+from fedjax_mr.analysis.runs import RunRecord
+from fedjax_mr.analysis.tables import Line
 from fedjax_mr.config.config import Config
 from fedjax_mr.errors import UserError
+from fedjax_mr.tasks import METRICS
 
 POINTS = verdicts.Unit(100, 2, " points")
 
@@ -58,6 +63,21 @@ def test_only_equal_problems_and_at_least_three_common_seeds_are_compared(keep, 
         keep(Config(strategy="scaffold", seed=seed, eval_every=10), [0.6])  # other evaluations
     assert main(["table", "runs"]) == 0
     assert "verdict" not in capsys.readouterr().out
+
+
+def test_each_problem_has_the_unit_of_its_own_metric():
+    def line(name, metric, gain):
+        run = RunRecord(Path("run"), "run", Config(strategy="fedavg"))
+        results = tuple(
+            {"seeds": [seed, seed], "rounds": 5, "metric": METRICS[metric], "last_10": 0.5 + gain * (1 + seed / 100)}
+            for seed in range(5)
+        )
+        return Line({"strategy": name}, (run,), results, 0, 0, None)
+
+    pairs = [line(method, metric, gain) for metric in ("accuracy", "rmse") for method, gain in (("a", 0), ("b", 0.1))]
+    accuracy, error, _ = verdicts.below_table(pairs)
+    assert accuracy.startswith("verdict: b is better than a: +10.20 points [")
+    assert error.startswith("verdict: a is better than b: +0.1020 [")
 
 
 def test_sentences():
