@@ -75,7 +75,7 @@ def read(table: Path) -> list[Tuned]:
             if best is not None:
                 score = best.mean(groups.VALIDATION).mean
                 assert score is not None  # a candidate without it is never the best
-                diverged = sum(candidate.count("diverged") > 0 for candidate in candidates)
+                diverged = sum(candidate.fault == "diverged" for candidate in candidates)
                 lines.append(Tuned(best.runs[0].config, best.values, len(candidates), diverged, 100 * score))
     return lines
 

@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> None:
     for run in runs.read(arguments.runs):
         found = of_run(run, draws=arguments.draws, data_dir=arguments.data_dir, trust=arguments.trust)
         spread = _spread(run, data_dir=arguments.data_dir, trust=arguments.trust)
-        numbers = (f"{number:.3f}" for number in found)
+        numbers = (f"{found.expected:.3f}", f"{found.each_round:.3f}", f"{found.mean_moves:.3f}")
         rows.append((run.name, run.config.strategy, *numbers, _megabytes(run), spread))
     print(tables.aligned(rows))
 
