@@ -161,10 +161,10 @@ class Config(
         "batch", "Normalisation layers, for networks that have some",
         choices=("batch", "group"), source="the FedMR authors' code")
     convolution: str = _model(
-        "auto", "Convolutions in fewer multiplications, with a few times the rounding error (minimal filtering, "
-        "Winograd): where that is estimated to be faster (minimal), so on CPUs only (auto), or never (direct, as in "
-        "version 0.3.0)", choices=CONVOLUTIONS, source="our choice, by measurement", before="direct",
-        rounding=True)
+        "auto", "Convolutions in fewer multiplications: minimal filtering (Winograd), with a few times the rounding "
+        "error, where it is estimated to be faster, and none by the padding of images smaller than the kernel "
+        "(minimal), so on CPUs only (auto), or never (direct, as in version 0.3.0)", choices=CONVOLUTIONS,
+        source="our choice, by measurement", before="direct", rounding=True)
     authors_state: bool = _model(
         False, "Keep the tensors of the authors' ResNet-20 that change no output: a final BatchNorm and batch counters")
     projection: int = _model(

@@ -1,6 +1,7 @@
 """Convolution and pooling, compared with JAX's operations and PyTorch's conventions."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,24 @@ def test_a_large_convolution_of_gpus_is_that_of_the_library():
     with platforms.tracing_for("gpu"):
         assert "conv_general_dilated" in str(jax.make_jaxpr(windows.conv)(x, w))
         assert "conv_general_dilated" not in str(jax.make_jaxpr(windows.conv)(x[:10], w))
+
+
+@pytest.mark.parametrize(("extent", "window", "padding", "strides"), [
+    ((1, 1), 3, 1, 1), ((2, 2), 3, 1, 1), ((2, 2), 3, 1, 2), ((1, 4), 3, "SAME", 1), ((3, 3), 5, 2, 2),
+    ((2, 1), 5, ((2, 4), (3, 1)), 1), ((4, 4), 5, ((0, 1), (2, 0)), 1),
+])  # fmt: skip
+def test_images_smaller_than_the_kernel_are_not_multiplied_with_their_padding(extent, window, padding, strides):
+    x, w = images(2, *extent, 3), images(window, window, 3, 4, seed=1)
+    options = {"strides": strides, "padding": padding}
+    own = functools.partial(windows.conv, **options)
+    results = of_both(own, functools.partial(plain_conv, **options), x, w)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-5), *results)
+    products = [each for each in jax.make_jaxpr(own)(x, w).eqns if each.primitive.name == "dot_general"]
+    outputs = results[0][0][0].size
+    assert [math.prod(each.invars[1].aval.shape) for each in products] == [3 * math.prod(extent) * outputs]
+    with windows.convolutions("direct"):  # each output has all taps
+        program = jax.make_jaxpr(functools.partial(windows.conv, **options))(x, w)
+    assert "custom_vjp_call" in [each.primitive.name for each in program.eqns]
 
 
 def test_second_derivatives_of_the_convolution():
