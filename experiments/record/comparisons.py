@@ -26,6 +26,7 @@ from record import claims
 from record.claims import POINTS, verdicts
 
 METHODS = ("fedavg", "fedmr", "fedcross")
+PAIRS = (("fedmr", "fedavg"), ("fedcross", "fedavg"), ("fedmr", "fedcross"))  # the better one first, as claimed
 FLAGS = {"CIFAR-10": "cifar10.flags", "CIFAR-100, coarse": "cifar100.flags"}
 DIVISIONS = {
     "Dirichlet(0.1)": ("--alpha=0.1",),
@@ -246,7 +247,7 @@ def judged_pairs(record: Record) -> list[tuple[tuple[str, str, str, str], Differ
     """
     found = [
         ((better, worse, *setting), gap)
-        for better, worse in (("fedmr", "fedavg"), ("fedcross", "fedavg"), ("fedmr", "fedcross"))
+        for better, worse in PAIRS
         for setting, gap in record.pairs(better, worse).items()
     ]
     outcomes = iter(verdicts([(gap, False) for _, gap in found if gap]))
@@ -262,6 +263,19 @@ def pairs_table(record: Record) -> str:
     ]
     head = ["claim", "setting", f"points [{LEVEL:.0%} confidence], seeds in common", "verdict"]
     return tables.markdown([head, *rows])
+
+
+def longer_pairs_table(record: Record) -> str:
+    """The comparisons of two methods after more rounds, a family of their own."""
+    by_method = dict(zip(METHODS, record.longer, strict=True))
+    gaps = [difference(by_method[better].by_seed, by_method[worse].by_seed) for better, worse in PAIRS]
+    outcomes = iter(verdicts([(gap, False) for gap in gaps if gap]))
+    rows = [
+        [f"{_title(better)} is better than {_title(worse)}", str(gap), f"**{next(outcomes)}**"]
+        for (better, worse), gap in zip(PAIRS, gaps, strict=True)
+        if gap
+    ]
+    return tables.markdown([["claim", f"points [{LEVEL:.0%} confidence], seeds in common", "verdict"], *rows])
 
 
 def setting_table(record: Record) -> str:
@@ -338,4 +352,5 @@ def summary(record: Record) -> str:
 PARTS: dict[str, Callable[[Record], str]] = {
     "table": main_table, "pairs": pairs_table, "setting": setting_table, "claims": claims_table, "cost": cost_table,
     "headline": headline_table, "summary": summary, "longer": longer_table,
+    "longer_pairs": longer_pairs_table,
 }  # fmt: skip

@@ -3,7 +3,7 @@
 The content between two such lines of a page comes from the kept runs:
 
     <!-- record PART -->                  and   <!-- end -->   a part of the record: summary, table, pairs, longer,
-                                                               setting, claims, cost or headline
+                                                               longer_pairs, setting, claims, cost or headline
     <!-- table NAME --layout=paper -->    and   <!-- end -->   the runs in results/NAME.jsonl.gz, with options of
                                                                python -m fedjax_mr.analysis table
 
