@@ -26,7 +26,7 @@ _setting = functools.partial(field, group="Partition", compiled="argument")
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """What is set apart: clients that never train, parts of each client's samples, and the server's public set.
+    """Clients that never train, parts of each client's samples, and the server's public set: all that is set apart.
 
     Attributes:
       holdout_clients: number of further clients that never train.
