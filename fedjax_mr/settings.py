@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -148,13 +148,14 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def make(owner: type | None, values: Mapping[str, Any], what: str) -> Any:
+def make(owner: type | None, values: Mapping[str, Any], what: str, *, others: Iterable[str] = ()) -> Any:
     """The settings of a row with some values by name; None if it has none.
 
     Args:
       owner: the dataclass of its settings, or None.
       values: by the names of fields. The others have their defaults.
       what: the row in messages, such as "partition 'shards'".
+      others: names of other settings that may be meant, for a hint in the message.
 
     Raises:
       UserError: there is no such setting, or as `check`.
@@ -163,7 +164,7 @@ def make(owner: type | None, values: Mapping[str, Any], what: str) -> Any:
     for name in values:
         if name not in names:
             has = f"it has {', '.join(names)}" if names else "it has none"
-            raise UserError(f"{what} has no setting {name}=: {has}{did_you_mean(name, names)}")
+            raise UserError(f"{what} has no setting {name}=: {has}{did_you_mean(name, [*names, *others])}")
     made = None if owner is None else owner(**values)
     check(made, "")
     return made

@@ -190,7 +190,7 @@ def _settings(partition: str, settings: Any, splits: Splits | None, further: dic
             names = ", ".join(f"{name}=" for name in named)
             raise UserError(f"{argument}= and {names} exclude each other: use one of them")
     if settings is None:
-        settings = make(row, of_partition, f"partition {partition!r}")
+        settings = make(row, of_partition, f"partition {partition!r}", others=apart)
     splits = splits or Splits(**of_splits)
     check(settings, "")
     check(splits, "")

@@ -355,6 +355,7 @@ class TestPartitionFile:
     ("settings", "message"),
     [
         ({"partition": "dirichlett"}, "did you mean 'dirichlet'?"),
+        ({"public_shar": 0.1}, "has no setting public_shar=: it has alpha; did you mean 'public_share'?"),
         ({"alpha": 0.1, "settings": Dirichlet(0.2)}, "settings= and alpha= exclude each other"),
         ({"settings": Dirichlet(0.0)}, "alpha=0.0 is out of range"),
         ({"alpha": 0.0}, "alpha=0.0 is out of range (allowed: > 0)"),
