@@ -367,7 +367,8 @@ def hyper(config: Config) -> Any:
 
 def part(config: Config, owner: type[Owner]) -> Owner:
     """The settings of one of the dataclasses that `Config` is made of."""
-    return owner(**{each.name: getattr(config, each.name) for each in dataclasses.fields(owner)})  # type: ignore[arg-type]
+    dataclass: Any = owner
+    return dataclass(**{each.name: getattr(config, each.name) for each in dataclasses.fields(dataclass)})
 
 
 def settings_of_row(config: Config, name: str, owner: type | None) -> Any:
