@@ -267,7 +267,7 @@ def pairs_table(record: Record) -> str:
 
 def longer_pairs_table(record: Record) -> str:
     """The comparisons of two methods after more rounds, a family of their own."""
-    by_method = dict(zip(METHODS, record.longer, strict=True))
+    by_method: dict[str, Comparison] = dict(zip(METHODS, record.longer, strict=True))
     gaps = [difference(by_method[better].by_seed, by_method[worse].by_seed) for better, worse in PAIRS]
     outcomes = iter(verdicts([(gap, False) for gap in gaps if gap]))
     rows = [
