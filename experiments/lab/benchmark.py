@@ -23,7 +23,8 @@ one run only. All data are synthetic.
 * ``plain``: the same network with ``nn.Conv`` and ``nn.max_pool``, all clients side by side (``vmap``), two steps per
   client.
 * ``torch_loop``: one client after the other through a DataLoader, as in the papers' code.
-* ``torch_best``: without a DataLoader, the faster of one process with all threads and a process per core.
+* ``torch_best``: without a DataLoader, the fastest of one process with all threads, a process per core, and the latter
+  without huge pages (`huge_pages`), which all others have.
 
 ``share_of_limit``: six operations per multiply-add (two forward, four backward) over the rate of a large matrix product
 in the same run.
@@ -36,6 +37,7 @@ import importlib.util
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -68,6 +70,7 @@ from fedjax_mr.experiment.simulated_time import events_of
 from fedjax_mr.models import MODELS, windows
 from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.strategies import fedme
+from fedjax_mr.terminal import huge_pages
 
 CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
 HEAVY = ("cnn_mcmahan", "resnet20", "lstm1", "vit_tiny_patch8", "transformer_tiny", "vgg16")  # one local epoch on CPU
@@ -285,12 +288,14 @@ class TorchContestant:
         epochs: int,
         make: Callable = torch_clients,
         num_clients: int = CLIENTS,
+        tunables: str | None = None,
         **options: Any,
     ) -> None:
-        """Start the processes, each of which trains a client before the races."""
+        """Start the processes, each of which trains a client before the races. ``tunables``: those of malloc."""
         self.name = name
         self.images = len(options["dataset"].y) * epochs
-        self.arrangement = f"{processes} process(es) x {threads} thread(s)"
+        pages = ", small pages" if tunables == "" else ""
+        self.arrangement = f"{processes} process(es) x {threads} thread(s){pages}"
         self.speeds: list[float] = []
         context = multiprocessing.get_context("spawn")
         self.pipes, self.workers = [], []
@@ -301,7 +306,8 @@ class TorchContestant:
             settings = {"num_clients": num_clients, **options}
             work = (theirs, make, clients, (model, threads, device, epochs), settings)
             worker = context.Process(target=torch_worker, args=work)
-            worker.start()
+            with mock.patch.dict(os.environ, {} if tunables is None else {huge_pages.VARIABLE: tunables}):
+                worker.start()
             self.pipes.append(ours)
             self.workers.append(worker)
 
@@ -359,6 +365,7 @@ def torch_contestants(name: str, dataset: fmr.Dataset, epochs: int) -> list[Torc
     ]
     if not gpu and cores > 1:
         contestants.append(start_torch("torch_best", processes=cores, threads=1, loader=False))
+        contestants.append(start_torch("torch_best", processes=cores, threads=1, loader=False, tunables=""))
     for contestant in contestants:
         contestant.wait()
     return contestants
@@ -821,4 +828,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    huge_pages.begin()  # as the package's commands do
     main()
