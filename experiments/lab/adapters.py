@@ -49,7 +49,7 @@ class Peft:
         self.trained = sum(parameter.numel() for parameter in parameters)
         self.optimizer = torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
         self.x, self.y, self.batch = torch.as_tensor(x).long(), torch.as_tensor(y).long(), batch
-        self.times: list[tuple[int, float]] = []  # samples and seconds of each timing
+        self.timings: list[tuple[int, float]] = []  # samples and seconds of each timing
 
     def race(self) -> None:
         """Train one epoch and note its samples and seconds."""
@@ -61,7 +61,7 @@ class Peft:
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
-        self.times.append((len(self.y), time.perf_counter() - started))
+        self.timings.append((len(self.y), time.perf_counter() - started))
 
 
 def ours(x: np.ndarray, y: np.ndarray, batch: int) -> Contestant:
@@ -89,11 +89,11 @@ def main() -> None:
     contestant, opponent = ours(x, y, options.batch), Peft(x, y, options.batch)
     for racer in (contestant, opponent):
         racer.race()  # warms up
-        racer.times.clear()
+        racer.timings.clear()
     take_turns([contestant, opponent], options.repeats)
     speeds = {
         "ours": contestant.speed(),
-        "peft": statistics.median(samples / seconds for samples, seconds in opponent.times),
+        "peft": statistics.median(samples / seconds for samples, seconds in opponent.timings),
     }
     trained = trees.num_bytes(contestant.model.init(jax.random.key(0))["params"]) // 4
     print(f"trained parameters: ours {trained:,}, peft {opponent.trained:,}")

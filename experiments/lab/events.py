@@ -50,7 +50,7 @@ class SerialLoop:
 
     def __init__(self, config: fmr.Config, engine: Any, events: Events, *, name: str, versions: int) -> None:
         """Compile the client and the update, and start the jobs in flight."""
-        self.name, self.versions, self.rates = name, versions, []
+        self.name, self.versions, self.timings = name, versions, []
         constants = engine.constants
         problem = constants.problem
         strategy = strategy_of(config)(problem)
@@ -81,7 +81,7 @@ class SerialLoop:
         self._open: dict[int, tuple[Any, Any]] = {}
         self._start()
         self.race()
-        self.rates.clear()
+        self.timings.clear()
 
     def _start(self) -> int:
         started = self._starts.get(self._time, [])
@@ -99,4 +99,4 @@ class SerialLoop:
             self._time += 1
             done += self._start()
         jax.block_until_ready((self._model, self._open))
-        self.rates.append(done / (time.perf_counter() - began))
+        self.timings.append(done / (time.perf_counter() - began))

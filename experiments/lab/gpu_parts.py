@@ -230,7 +230,7 @@ def timed(name: str, sizes: Sizes, *, title: str = "ours", lanes: int | None = N
     config = network_config(name, sizes, **changes)
     engine = Contestant(title, config, dataset=images_for(name, sizes), devices=1, lanes=lanes)
     engine.race()
-    _, seconds = engine.times.pop()
+    _, seconds = engine.timings.pop()
     engine.rounds = max(1, min(200, int(sizes.turn_seconds / seconds)))
     return engine
 

@@ -64,7 +64,7 @@ class Peft:
         self.optimizer = torch.optim.Adam(parameters, lr=LR)
         self.x, self.y = (torch.as_tensor(each).long().to(device) for each in (x, y))
         self.batch = batch
-        self.times: list[tuple[int, float]] = []  # samples and seconds of each timing
+        self.timings: list[tuple[int, float]] = []  # samples and seconds of each timing
 
     def race(self) -> None:
         """Train one epoch and note its samples and seconds."""
@@ -76,7 +76,7 @@ class Peft:
             loss.backward()
             self.optimizer.step()
         loss.item()  # waits for a GPU
-        self.times.append((len(self.y), time.perf_counter() - started))
+        self.timings.append((len(self.y), time.perf_counter() - started))
 
 
 def contestant(options: argparse.Namespace, x: np.ndarray, y: np.ndarray) -> Contestant:
@@ -120,13 +120,13 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         opponent = Peft(Path(options.weights) if options.weights else None, x, y, options.batch)
         opponent.torch.set_num_threads(options.threads)
         opponent.race()  # warms up
-        opponent.times.clear()
+        opponent.timings.clear()
         racers.append(opponent)
     product = Product(1)
     take_turns([*racers, product], options.repeats)
     operations = 4 * multiply_adds(ours.model) / options.length  # per token
     for racer in racers:
-        rates = [samples * options.length / seconds for samples, seconds in racer.times]
+        rates = [samples * options.length / seconds for samples, seconds in racer.timings]
         trained = trees.num_bytes(ours.model.init(jax.random.key(0))["params"]) // 4 if racer is ours else racer.trained
         yield {
             "clients": options.clients, "engine": "ours" if racer is ours else "peft", "trained": trained,
