@@ -30,7 +30,6 @@ def _is_for_a_command() -> bool:
 
 
 if _is_for_a_command():  # before the imports that take seconds
-    importlib.import_module("fedjax_mr.terminal.huge_pages").begin()
     importlib.import_module("fedjax_mr.terminal.interrupts").begin()
 
 

@@ -24,7 +24,7 @@ Medians are printed. Compare figures of one run only. All data are synthetic.
   client.
 * ``torch_loop``: one client after the other through a DataLoader, as in the papers' code.
 * ``torch_best``: without a DataLoader, the fastest of one process with all threads, a process per core, and the latter
-  without huge pages (`huge_pages`), which all others have.
+  with huge pages for what malloc takes from Linux. They do not make our rounds faster.
 
 ``share_of_limit``: six operations per multiply-add (two forward, four backward) over the rate of a large matrix product
 in the same run.
@@ -70,7 +70,6 @@ from fedjax_mr.experiment.simulated_time import events_of
 from fedjax_mr.models import MODELS, windows
 from fedjax_mr.models.__main__ import multiply_adds
 from fedjax_mr.strategies import fedme
-from fedjax_mr.terminal import huge_pages
 
 CLIENTS, SAMPLES, BATCH, LR, MOMENTUM = 10, 500, 50, 0.01, 0.5
 HEAVY = ("cnn_mcmahan", "resnet20", "lstm1", "vit_tiny_patch8", "transformer_tiny", "vgg16")  # one local epoch on CPU
@@ -291,13 +290,13 @@ class TorchContestant:
         epochs: int,
         make: Callable = torch_clients,
         num_clients: int = CLIENTS,
-        tunables: str | None = None,
+        huge_pages: bool = False,
         **options: Any,
     ) -> None:
-        """Start the processes, each of which trains a client before the races. ``tunables``: those of malloc."""
+        """Start the processes, each of which trains a client before the races."""
         self.name = name
         self.images = len(options["dataset"].y) * epochs
-        pages = ", small pages" if tunables == "" else ""
+        pages = ", huge pages" if huge_pages else ""
         self.arrangement = f"{processes} process(es) x {threads} thread(s){pages}"
         self.timings: list[float] = []
         context = multiprocessing.get_context("spawn")
@@ -309,7 +308,7 @@ class TorchContestant:
             settings = {"num_clients": num_clients, **options}
             work = (theirs, make, clients, (model, threads, device, epochs), settings)
             worker = context.Process(target=torch_worker, args=work)
-            with mock.patch.dict(os.environ, {} if tunables is None else {huge_pages.VARIABLE: tunables}):
+            with mock.patch.dict(os.environ, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge_pages else {}):
                 worker.start()
             self.pipes.append(ours)
             self.workers.append(worker)
@@ -368,7 +367,7 @@ def torch_contestants(name: str, dataset: fmr.Dataset, epochs: int) -> list[Torc
     ]
     if not gpu and cores > 1:
         contestants.append(start_torch("torch_best", processes=cores, threads=1, loader=False))
-        contestants.append(start_torch("torch_best", processes=cores, threads=1, loader=False, tunables=""))
+        contestants.append(start_torch("torch_best", processes=cores, threads=1, loader=False, huge_pages=True))
     for contestant in contestants:
         contestant.wait()
     return contestants
@@ -831,5 +830,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    huge_pages.begin()  # as the package's commands do
     main()
