@@ -10,7 +10,9 @@ clients do the same as in HypCluster, which was published at the same time. The 
   paper, used for its experiments with neural networks on FEMNIST).
 
 Two truths. In the released code (for MNIST and CIFAR-10) all clients take part in every round, and a client selects its
-model by the loss on all its samples with dropout off, as here. Its averages are those of option II alone.
+model by the loss on all its samples with dropout off, as here. Its averages are those of option II alone. Beside that
+code (jichan3751/ifca 61e44b8, MNIST's network with 16 units, six clients, three full-batch steps), 20 rounds from each
+of three starts select the same models and agree to 4e-7.
 
 Deviations:
 * BatchNorm statistics are averaged like the parameters.

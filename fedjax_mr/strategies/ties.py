@@ -12,7 +12,8 @@ Both papers merge once, after the training. Here the server merges in every roun
 
 Two truths (TIES). The released code keeps one number more than ``kept`` says, and where the changes of a parameter add
 up to zero, it takes the sign that is in the majority over all parameters. The paper is silent about both. Here it is as
-in the code.
+in the code. Task arithmetic has the numbers of its released code (mlfoundations/task_vectors 826a64c: three scales, the
+same bits).
 
 Deviations:
 * BatchNorm statistics are averaged with equal weights, since a merged variance could become negative.
