@@ -83,9 +83,11 @@ def by_setting(chosen: Sequence[RunRecord]) -> list[tuple[dict[str, Any], list[R
     """Group runs by setting, in their order. The runs of one setting differ only in their seeds.
 
     A setting has the strategy, and the flags whose values differ between the runs that have them. If several runs have
-    the same setting and seed, the most advanced one counts, and the last of several that are equally advanced.
+    the same setting and seed, the most advanced one counts, and the last of several that are equally advanced. Flags that
+    change rounding alone, which a newer version may have set otherwise, are part of it only if runs with the same seed
+    differ in them.
     """
-    facts = _facts(chosen)
+    facts = _without_rounding(chosen, _facts(chosen))
     once = {
         json.dumps([facts[run.path], *seeds(run.config)]): run.path
         for run in sorted(chosen, key=lambda run: STATES.index(run.state))
@@ -105,6 +107,18 @@ def by_setting(chosen: Sequence[RunRecord]) -> list[tuple[dict[str, Any], list[R
         ({"strategy": each["strategy"]} | {flag: short(flag, each[flag]) for flag in varied if flag in each}, members)
         for each, members in groups.values()
     ]
+
+
+def _without_rounding(chosen: Sequence[RunRecord], facts: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
+    """The settings without those that change rounding alone, or as they are if that makes two runs equal."""
+    brief = {run.path: _but_rounding(run.config, facts[run.path]) for run in chosen}
+    different = lambda settings: len({json.dumps([settings[run.path], *seeds(run.config)]) for run in chosen})
+    return brief if different(brief) == different(facts) else facts
+
+
+def _but_rounding(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
+    rounding = {setting.flag for setting, _ in configuration.setting_values(config) if setting.info.rounding}
+    return {flag: value for flag, value in facts.items() if flag not in rounding}
 
 
 def _facts(chosen: Sequence[RunRecord]) -> dict[Path, dict[str, Any]]:
@@ -151,9 +165,7 @@ class Index:
 
 
 def _key(config: Config) -> str:
-    rounding = {setting.flag for setting, _ in configuration.setting_values(config) if setting.info.rounding}
-    facts = {flag: value for flag, value in titles.facts(config).items() if flag not in rounding}
-    return json.dumps(facts, sort_keys=True)
+    return json.dumps(_but_rounding(config, titles.facts(config)), sort_keys=True)
 
 
 def by_seed(runs: Sequence[RunRecord]) -> dict[str, float]:

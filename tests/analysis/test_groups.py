@@ -68,6 +68,17 @@ def test_kept_runs_name_files_without_folders(keep):
     assert sorted(groups.titles_of(settings)) == names
 
 
+def test_seeds_of_versions_that_round_differently_are_one_setting(keep):
+    """Unless the same seed has both, which is then what is compared."""
+    for seed, convolution in enumerate(("direct", "direct", "auto")):
+        keep(Config(strategy="fedavg", convolution=convolution, seed=seed), [0.5])
+    (line,) = tables.accuracy_lines(groups.find(["runs"]))
+    assert line.finished == 3
+    keep(Config(strategy="fedavg", convolution="auto", seed=0), [0.5])
+    lines = tables.accuracy_lines(groups.find(["runs"]))
+    assert {(line.setting["convolution"], line.finished) for line in lines} == {("direct", 2), ("auto", 2)}
+
+
 def test_a_folder_without_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
