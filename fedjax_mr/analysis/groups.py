@@ -85,8 +85,8 @@ def by_setting(chosen: Sequence[RunRecord]) -> list[tuple[dict[str, Any], list[R
     A setting has the strategy, and the flags whose values differ between the runs that have them. If several runs have
     the same setting and seed, the most advanced one counts, and the last of several that are equally advanced.
 
-    Flags that change rounding alone are part of a setting only if runs with the same seed differ in them: the default of
-    a newer version may be another.
+    Flags that change rounding alone are part of a setting only if runs with the same seed differ in them: a newer
+    version may have another default.
     """
     facts = _without_rounding(chosen, _facts(chosen))
     once = {
