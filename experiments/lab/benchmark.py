@@ -24,7 +24,7 @@ Medians are printed. Compare figures of one run only. All data are synthetic.
   client.
 * ``torch_loop``: one client after the other through a DataLoader, as in the papers' code.
 * ``torch_best``: without a DataLoader, the fastest of one process with all threads, a process per core, and the latter
-  with huge pages for what malloc takes from Linux. They do not make our rounds faster.
+  with huge pages for what malloc takes from Linux. Our commands gain nothing by them.
 
 ``share_of_limit``: six operations per multiply-add (two forward, four backward) over the rate of a large matrix product
 in the same run.
